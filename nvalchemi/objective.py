@@ -1,0 +1,172 @@
+"""What a loss gives back, and how an objective is called.
+
+A step's gradient is the gradient of the mean over all samples (or atoms) of the step, whatever the sizes of its
+micro-batches and ranks. So every part of a loss is kept as a *sum* and a *count*, and the division waits until the
+counts of the whole step are known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Count = float | int | Tensor
+
+
+def _at_least_one(count: Count) -> Count:
+    # A term without any label has sum 0; dividing by one keeps it 0 with a usable graph.
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+@dataclass(slots=True)
+class LossPart:
+    """One named part of a loss.
+
+    Parameters
+    ----------
+    sum
+        Scalar tensor, differentiable: the part summed over its labels.
+    count
+        How many labels were summed; depends on the batch alone.
+    weight
+        The part's weight in the total at this step.
+    """
+
+    sum: Tensor
+    count: Count
+    weight: float = 1.0
+
+    @property
+    def value(self) -> Tensor:
+        """The unweighted mean over the labels, a scalar tensor; 0 where there is no label."""
+        return self.sum / _at_least_one(self.count)
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """The loss of a micro-batch or of a step.
+
+    Parameters
+    ----------
+    total
+        Scalar tensor, the weighted sum of the parts' means.
+    parts
+        The named parts.
+    samples
+        How many samples (structures, vectors) the batch holds.
+    extra
+        Whatever else a loss returns, such as the negatives of contrastive divergence.
+    """
+
+    total: Tensor
+    parts: dict[str, LossPart]
+    samples: int
+    extra: Any = None
+
+    @classmethod
+    def from_parts(cls, parts: dict[str, LossPart], samples: int, extra: Any = None) -> LossOutput:
+        """Build the total from the parts: the sum of weight times mean."""
+        if not parts:
+            raise ValueError("a loss needs at least one part")
+        total: Tensor | None = None
+        for part in parts.values():
+            term = part.value if part.weight == 1.0 else part.weight * part.value
+            total = term if total is None else total + term
+        assert total is not None
+        return cls(total, parts, samples, extra)
+
+    @classmethod
+    def from_mean(cls, mean: Tensor, samples: int, name: str = "loss", extra: Any = None) -> LossOutput:
+        """A loss known only as a mean over its samples."""
+        return cls(mean, {name: LossPart(mean * samples, samples)}, samples, extra)
+
+    def over(self, counts: Mapping[str, Count] | None) -> Tensor:
+        """This micro-batch's share of the step's loss, a scalar tensor: each part's sum over the step's count.
+
+        ``None`` says that the micro-batch is the whole step.
+        """
+        if counts is None:
+            return self.total
+        share: Tensor | None = None
+        for name, part in self.parts.items():
+            term = part.sum * (part.weight / _at_least_one(counts[name]))
+            share = term if share is None else share + term
+        assert share is not None
+        return share
+
+    def detached(self) -> LossOutput:
+        """The same numbers without their graph."""
+        parts = {
+            name: LossPart(p.sum.detach(), p.count.detach() if isinstance(p.count, Tensor) else p.count, p.weight)
+            for name, p in self.parts.items()
+        }
+        return LossOutput(self.total.detach(), parts, self.samples, self.extra)
+
+    def merged(self, other: LossOutput) -> LossOutput:
+        """The loss of both batches taken as one (detached values)."""
+        parts = {
+            name: LossPart(p.sum + other.parts[name].sum, p.count + other.parts[name].count, p.weight)
+            for name, p in self.parts.items()
+        }
+        return LossOutput.from_parts(parts, self.samples + other.samples, other.extra)
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch holds: structures of an atomic batch, rows of a tensor, of a tuple's or dict's first."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        return num_samples(next(iter(batch.values())))
+    if isinstance(batch, Sequence):
+        return num_samples(batch[0])
+    return len(batch)
+
+
+class SupervisedLoss(ABC):
+    """A loss between predictions and the labels of a batch.
+
+    Attributes
+    ----------
+    requires
+        Names of the predictions that are needed (``"energy"``, ``"forces"``, ``"stress"``, ...).
+    labels
+        Names of the batch fields that are compared with.
+    """
+
+    requires: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def __call__(self, predictions: Mapping[str, Tensor], batch: Any, step: int = 0) -> LossOutput:
+        """Compare; ``step`` is the number of optimizer steps taken, for weights that are functions of it."""
+
+    @abstractmethod
+    def counts(self, batch: Any) -> dict[str, Count]:
+        """Labels present for each part, from the batch alone."""
+
+
+class Objective(ABC):
+    """What the loop minimises: ``objective(model, batch, generator=..., step=...)`` gives a :class:`LossOutput`."""
+
+    requires: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
+        """The loss of one micro-batch; ``model`` is one module, or the dict of them where several were declared."""
+
+    def counts(self, batch: Any) -> dict[str, Count]:
+        """Labels of each part in ``batch``; without parts of its own, an objective counts samples."""
+        return {"loss": num_samples(batch)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training changed in the loss (chains, schedules); plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""

@@ -1,0 +1,193 @@
+"""The state of a run: the only thing that a run changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.objective import Count, LossOutput, Objective
+
+if TYPE_CHECKING:
+    from nvalchemi.training.cursor import Cursor
+    from nvalchemi.training.optimizers import Scheduler
+    from nvalchemi.training.table import HookTable
+    from nvalchemi.training.update import Update
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is: a few integers, saved with every checkpoint.
+
+    Attributes
+    ----------
+    epoch
+        Epochs completed.
+    batch
+        Batches consumed of the current epoch; only batches that were trained on count.
+    step
+        Optimizer steps taken.
+    samples
+        Samples consumed since the start of the run, all ranks together.
+    epoch_samples
+        Samples consumed of the current epoch, all ranks together.
+    skipped
+        Steps whose update was skipped, all in all.
+    consecutive_skips
+        Steps skipped since the last one that was taken.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    samples: int = 0
+    epoch_samples: int = 0
+    skipped: int = 0
+    consecutive_skips: int = 0
+
+    def advance(self, batches: int, samples: int, taken: bool) -> None:
+        """One step is over: ``batches`` consumed holding ``samples`` samples, its update taken or skipped."""
+        self.batch += batches
+        self.samples += samples
+        self.epoch_samples += samples
+        if taken:
+            self.step += 1
+            self.consecutive_skips = 0
+        else:
+            self.skipped += 1
+            self.consecutive_skips += 1
+
+    def end_epoch(self) -> None:
+        """The current epoch is over."""
+        self.epoch += 1
+        self.batch = 0
+        self.epoch_samples = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The integers by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        for f in fields(self):
+            setattr(self, f.name, int(state[f.name]))
+
+
+@dataclass(slots=True, eq=False)
+class TrainContext:
+    """The run, not a copy of it: hooks read and change what they need here.
+
+    Attributes
+    ----------
+    manager
+        The distributed manager: ``rank``, ``world_size``, ``device``, ``distributed``.
+    models
+        The models by name, as wrapped by hooks.
+    main
+        Name of the model that is trained first and foremost; :attr:`model` is that one.
+    objective
+        What is minimised.
+    progress
+        The counters.
+    generator
+        This rank's random generator on the run's device.
+    cursor, hooks, optimizers, schedulers, update
+        The loader's position, the hook table, what was built from the optimizer configs, and the owner of backward and step.
+    group
+        The micro-batches of the current step; :attr:`batch` is the current one.
+    counts
+        Labels of each loss part over the whole step, or ``None`` where one micro-batch is the step.
+    loss
+        At LOSS_READY the micro-batch's, with its graph; from GRADIENTS_READY on the whole step's, detached.
+    step_taken
+        Whether the last step's update was taken.
+    skip_reason, stop_reason
+        Why the current step's update is to be skipped; why the run ends.
+    metrics
+        Numbers for reporters, by name; tensors stay tensors until a reporter asks.
+    validation
+        The last validation's metrics, or ``None``.
+    """
+
+    manager: Any
+    models: dict[str, nn.Module]
+    main: str
+    objective: Objective
+    progress: Progress
+    generator: torch.Generator
+    several_models: bool = False
+    num_epochs: int | None = None
+    num_steps: int | None = None
+    cursor: Cursor = None  # type: ignore[assignment]
+    hooks: HookTable = None  # type: ignore[assignment]
+    update: Update = None  # type: ignore[assignment]
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    schedulers: dict[str, Scheduler] = field(default_factory=dict)
+    group: list[Any] = field(default_factory=list)
+    batch: Any = None
+    counts: dict[str, Count] | None = None
+    loss: LossOutput | None = None
+    is_last_microbatch: bool = True
+    step_taken: bool = False
+    skip_reason: str | None = None
+    stop_reason: str | None = None
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)
+    validation: dict[str, float] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The main model."""
+        return self.models[self.main]
+
+    @property
+    def callee(self) -> Any:
+        """What the objective is given: the model, or the dict of models where a dict was declared."""
+        return self.models if self.several_models else self.models[self.main]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the run on this rank."""
+        return self.manager.device
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: by steps, by epochs, or because somebody said :meth:`stop`."""
+        return (
+            self.stop_reason is not None
+            or (self.num_steps is not None and self.progress.step >= self.num_steps)
+            or (self.num_epochs is not None and self.progress.epoch >= self.num_epochs)
+        )
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step; the first reason given is kept."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def skip_step(self, reason: str) -> None:
+        """Do not take this step's update; decide it from numbers that are the same on every rank."""
+        if self.skip_reason is None:
+            self.skip_reason = reason
+
+    def begin_step(self, group: list[Any], counts: dict[str, Count] | None) -> None:
+        """A new step over the micro-batches ``group``, whose labels add up to ``counts``."""
+        self.group, self.counts = group, counts
+        self.loss = self.skip_reason = None
+        self.step_taken = False
+
+    def begin_microbatch(self, batch: Any, last: bool) -> None:
+        """A new micro-batch of the step."""
+        self.batch, self.is_last_microbatch = batch, last
+
+    def end_microbatch(self, before: LossOutput | None) -> LossOutput:
+        """Let go of the graph, and add this micro-batch's loss to the step's so far (``before``)."""
+        assert self.loss is not None
+        loss = self.loss.detached()  # no hook can keep the graph alive
+        return loss if before is None else before.merged(loss)
+
+    def step_schedulers(self) -> None:
+        """One optimizer step was taken."""
+        for scheduler in self.schedulers.values():
+            scheduler.after_step()

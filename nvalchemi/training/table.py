@@ -1,0 +1,158 @@
+"""The hook table: the active hooks of a run, filtered and sorted once, fired without looking anything up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nvalchemi.errors import ConfigError
+from nvalchemi.training.hook import FunctionHook, Hook
+from nvalchemi.training.stages import TrainingSpan, TrainingStage
+
+if TYPE_CHECKING:
+    from nvalchemi.training.context import TrainContext
+
+_NOTHING: AbstractContextManager[None] = nullcontext()  # stateless, so one serves every empty span
+
+
+class HookTable:
+    """Who listens to what, in the order in which it runs.
+
+    Parameters
+    ----------
+    hooks
+        Hooks, or bare functions decorated with ``on`` or ``around``, in the user's order.
+    manager
+        Decides with each hook's ``is_active`` which of them take part.
+
+    Raises
+    ------
+    ConfigError
+        For something that is no hook, for a name used twice, and for a role claimed twice.
+    """
+
+    def __init__(self, hooks: Sequence[Hook | Callable[..., Any]], manager: Any) -> None:
+        instances = [as_hook(h) for h in hooks]
+        self.hooks: list[Hook] = sorted((h for h in instances if h.is_active(manager)), key=lambda h: h.order)
+        check_names_and_claims(self.hooks)
+        self._listeners: dict[TrainingStage, tuple[tuple[Hook, Callable[[TrainContext], None]], ...]] = {
+            stage: tuple((h, method) for h in self.hooks for s, method in h.stage_listeners() if s is stage)
+            for stage in TrainingStage
+        }
+        self._spans: dict[TrainingSpan, tuple[tuple[Hook, Callable[[TrainContext], AbstractContextManager[None]]], ...]] = {
+            span: tuple((h, contextmanager(method)) for h in self.hooks for s, method in h.span_listeners() if s is span)
+            for span in TrainingSpan
+        }
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """Where the run's checkpoints are written, or ``None`` where no hook writes any."""
+        return next((h.checkpoint_dir for h in self.hooks if h.checkpoint_dir is not None), None)
+
+    def fire(self, stage: TrainingStage, ctx: TrainContext) -> None:
+        """Run every listener of ``stage``; an error gets a note (hook, stage, step) and passes through unchanged."""
+        for hook, listener in self._listeners[stage]:
+            try:
+                listener(ctx)
+            except BaseException as error:
+                _note(error, hook, stage.name, ctx)
+                raise
+
+    def around(self, span: TrainingSpan, ctx: TrainContext) -> AbstractContextManager[Any]:
+        """A context that enters every listener of ``span`` in order and leaves them in reverse."""
+        listeners = self._spans[span]
+        return _Span(span, listeners, ctx) if listeners else _NOTHING
+
+
+class _Span:
+    __slots__ = ("_ctx", "_listeners", "_span", "_stack")
+
+    def __init__(self, span: TrainingSpan, listeners: tuple[Any, ...], ctx: TrainContext) -> None:
+        self._span, self._listeners, self._ctx = span, listeners, ctx
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        try:
+            for hook, make in self._listeners:
+                self._stack.enter_context(_Noted(make(self._ctx), hook, self._span.name, self._ctx))
+        except BaseException as error:
+            # Those already entered are left again, and told of the error.
+            if not self._stack.__exit__(type(error), error, error.__traceback__):
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._stack.__exit__(kind, error, trace)
+        return False  # a span never swallows an error of the loop
+
+
+class _Noted:
+    __slots__ = ("_context", "_ctx", "_hook", "_where")
+
+    def __init__(self, context: AbstractContextManager[None], hook: Hook, where: str, ctx: TrainContext) -> None:
+        self._context, self._hook, self._where, self._ctx = context, hook, where, ctx
+
+    def __enter__(self) -> None:
+        try:
+            self._context.__enter__()
+        except BaseException as error:
+            _note(error, self._hook, self._where, self._ctx)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        try:
+            self._context.__exit__(kind, error, trace)
+        except BaseException as own:
+            if own is not error:
+                _note(own, self._hook, self._where, self._ctx)
+            raise
+        return False
+
+
+def _note(error: BaseException, hook: Hook, where: str, ctx: TrainContext) -> None:
+    error.add_note(f"raised in hook '{hook.name}' ({type(hook).__name__}) at {where}, step {ctx.progress.step}")
+
+
+def as_hook(candidate: Hook | Callable[..., Any]) -> Hook:
+    """A hook stays as it is; a decorated bare function becomes one; anything else is an error."""
+    if isinstance(candidate, Hook):
+        return candidate
+    if callable(candidate) and not isinstance(candidate, type) and hasattr(candidate, "__name__"):
+        return FunctionHook(candidate)
+    fix = (
+        f"write {candidate.__name__}(...), with brackets"
+        if isinstance(candidate, type)
+        else "derive it from nvalchemi.training.Hook"
+    )
+    raise ConfigError("the hook list holds something that is no hook", found=repr(candidate), fix=fix)
+
+
+def check_names_and_claims(hooks: Sequence[Hook]) -> None:
+    """Names are unique, and every role has one holder at most."""
+    names: dict[str, Hook] = {}
+    holders: dict[str, Hook] = {}
+    for hook in hooks:
+        if hook.name in names:
+            raise ConfigError(
+                f"two hooks are named '{hook.name}'",
+                found=f"{type(names[hook.name]).__name__} and {type(hook).__name__}",
+                fix="give one of them another name (name=... or hook.name = ...): states are saved by name",
+            )
+        names[hook.name] = hook
+        for claim in hook.claims:
+            if claim in holders:
+                raise ConfigError(
+                    f"two hooks claim '{claim}'",
+                    found=f"{type(holders[claim]).__name__} and {type(hook).__name__}",
+                    needed="one of them",
+                    fix="remove one from the hook list",
+                )
+            holders[claim] = hook
