@@ -1,0 +1,117 @@
+"""The collectives of the package: each is the identity where there is one process.
+
+Whoever calls one need not ask how many processes there are. All ranks must call, in the same order; nothing here waits on a rank
+that has no reason to come. Tensors stay on their device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nvalchemi.distributed.manager import Manager
+from nvalchemi.errors import ConfigError
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(tensor: Tensor, manager: Manager, op: str = "sum") -> Tensor:
+    """Sum, maximum or minimum of a tensor over the ranks, on every rank.
+
+    Parameters
+    ----------
+    tensor
+        Same shape and dtype on all ranks; not changed and cut from its graph where there are several ranks.
+    manager
+        Who the ranks are.
+    op
+        ``"sum"``, ``"max"`` or ``"min"``.
+
+    Returns
+    -------
+    Tensor
+        The reduced tensor; ``tensor`` itself in one process.
+
+    Raises
+    ------
+    ConfigError
+        For another ``op``.
+    """
+    if op not in _OPERATIONS:
+        raise ConfigError("unknown reduction", found=op, needed=", ".join(_OPERATIONS))
+    if not manager.distributed:
+        return tensor
+    result = tensor.detach().clone().contiguous()
+    dist.all_reduce(result, op=_OPERATIONS[op])
+    return result
+
+
+def gather(value: Any, manager: Manager) -> list[Any]:
+    """The value of every rank, in rank order, on every rank.
+
+    Parameters
+    ----------
+    value
+        A tensor, whose first dimension may differ between ranks, or any small plain object.
+    manager
+        Who the ranks are.
+    """
+    if not manager.distributed:
+        return [value]
+    if not isinstance(value, Tensor):
+        objects: list[Any] = [None] * manager.world_size
+        dist.all_gather_object(objects, value)
+        return objects
+    if value.dim() == 0:
+        return [row[0] for row in gather(value[None], manager)]
+    value = value.detach().contiguous()
+    length = torch.tensor([value.shape[0]], dtype=torch.int64, device=value.device)
+    lengths = [torch.empty_like(length) for _ in range(manager.world_size)]
+    dist.all_gather(lengths, length)
+    rows = [int(n) for n in lengths]
+    padded = value.new_zeros((max(rows), *value.shape[1:]))
+    padded[: value.shape[0]] = value
+    parts = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(parts, padded)
+    return [part[:n] for part, n in zip(parts, rows, strict=True)]
+
+
+def broadcast(value: Any, manager: Manager, source: int = 0) -> Any:
+    """One rank's value on every rank.
+
+    Parameters
+    ----------
+    value
+        A tensor (same shape and dtype everywhere; not changed) or any small plain object, read on ``source`` only.
+    manager
+        Who the ranks are.
+    source
+        The rank that has the value.
+    """
+    if not manager.distributed:
+        return value
+    if isinstance(value, Tensor):
+        result = value.detach().clone().contiguous()
+        dist.broadcast(result, src=source)
+        return result
+    objects = [value]
+    dist.broadcast_object_list(objects, src=source)
+    return objects[0]
+
+
+def any_rank(flag: bool, manager: Manager) -> bool:
+    """Whether the flag is up on any rank: the same answer on all of them."""
+    if not manager.distributed:
+        return bool(flag)
+    mark = torch.tensor([int(flag)], dtype=torch.int32, device=manager.device)
+    dist.all_reduce(mark, op=dist.ReduceOp.MAX)
+    return bool(mark.item())
+
+
+def barrier(manager: Manager) -> None:
+    """Wait until every rank has come here."""
+    if manager.distributed:
+        dist.barrier()

@@ -1,0 +1,324 @@
+"""The process manager: PhysicsNeMo's, sharing its state, with the start-up mended; and its stand-in for one process.
+
+This is the only file of the package that reads the environment. PhysicsNeMo takes seconds to import, so it is brought in when the
+manager is first used; a run in one process that asks for no manager never pays for it (:func:`single_process`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from nvalchemi.errors import ConfigError
+
+METHOD_VARIABLE = "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"
+DEFAULT_PORT = 12355
+
+
+class Manager(Protocol):
+    """What the package needs to know about its processes; :class:`DistributedManager` and :class:`SingleProcess` have it."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all of the run."""
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the run has."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group to talk through."""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+
+
+@dataclass(frozen=True)
+class SingleProcess:
+    """A manager for one process: rank 0 of 1, nobody to talk to. It reads no environment and starts nothing."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    distributed: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"
+
+    def group(self, name: str | None = None) -> None:
+        """The process group of a name: none here, which torch reads as everybody."""
+
+
+def single_process(device: str | torch.device | None = None) -> SingleProcess:
+    """Stand in for a manager where there is one process.
+
+    Parameters
+    ----------
+    device
+        Where to compute; none means the first GPU where there is one, the CPU otherwise.
+    """
+    return SingleProcess(torch.device(device) if device is not None else _device_of(0))
+
+
+class DistributedManager:
+    """PhysicsNeMo's ``DistributedManager``, sharing its state, started so that it works with and without GPUs.
+
+    Both classes are windows on one state: initialise either, and the other knows rank, device and named groups. All further
+    attributes and methods (``group``, ``initialize_mesh``, ``create_process_subgroup``, ...) are PhysicsNeMo's own.
+
+    Three things differ from PhysicsNeMo's start-up. The CPU is never handed to the process group as a ``device_id``, which newer
+    torch refuses. NCCL's asynchronous error handling stays on, so that a lost rank is an error and not a hang. Nothing global is
+    changed: no environment variable, no seed of numpy, no warning where there is one plain process.
+
+    Raises
+    ------
+    ConfigError
+        When made before :meth:`initialize`.
+    """
+
+    def __init__(self) -> None:
+        if not self.is_initialized():
+            raise ConfigError(
+                "DistributedManager was made before it was initialised",
+                fix="call DistributedManager.initialize() first, once, at the start of the program",
+            )
+        self.__dict__ = _physicsnemo()._shared_state
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether this process knows its place, through either class."""
+        return bool(_physicsnemo().is_initialized())
+
+    @classmethod
+    def initialize(cls, *, timeout: timedelta | None = None) -> None:
+        """Find this process's place from torchrun's, SLURM's or Open MPI's variables and join the process group; once is enough.
+
+        A plain process (none of those variables) gets rank 0 of 1 and no process group. Where a process group exists already, its
+        rank and size are taken.
+
+        Parameters
+        ----------
+        timeout
+            How long to wait for the other ranks, here and in each collective; none means torch's own limit.
+
+        Raises
+        ------
+        ConfigError
+            When the launcher's variables are incomplete or contradict each other, or the machine has fewer GPUs than local ranks.
+        """
+        if cls.is_initialized():
+            return
+        place = _find_place(os.environ)
+        if place is None and not (dist.is_available() and dist.is_initialized()):
+            _remember(rank=0, world_size=1, local_rank=0, distributed=False, method="None")
+            return
+        if place is None:
+            # somebody else has made the group; the ranks of one machine are taken to be neighbours, as launchers number them
+            place = _Place(dist.get_rank(), dist.get_world_size(), dist.get_rank() % max(torch.cuda.device_count(), 1), "group")
+        _join(place, timeout)
+        # said only now: PhysicsNeMo's exit handler destroys the group of an initialised manager, and would bury a failed start
+        _remember(place.rank, place.world_size, place.local_rank, distributed=True, method=place.method)
+        atexit.register(cls.cleanup)
+
+    @classmethod
+    def cleanup(cls, barrier: bool = False) -> None:
+        """Leave the process group and forget this process's place; does nothing where there is nothing to leave."""
+        state = _physicsnemo()._shared_state
+        if state.get("_distributed", False) and dist.is_initialized():
+            if barrier:
+                dist.barrier()
+            dist.destroy_process_group()
+        _physicsnemo()._shared_state = {}
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all of the run."""
+        return int(self.__dict__["_rank"])
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+        return int(self.__dict__["_local_rank"])
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the run has."""
+        return int(self.__dict__["_world_size"])
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device(self.__dict__["_device"])
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group to talk through."""
+        return bool(self.__dict__["_distributed"])
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is PhysicsNeMo's manager, over the same state."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_physicsnemo()(), name)
+
+    def __repr__(self) -> str:
+        return f"DistributedManager(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a launcher tells one process; ``address`` is none where torch finds the others by itself (``env://``)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    method: str
+    address: str | None = None
+
+
+def _find_place(environment: Mapping[str, str]) -> _Place | None:
+    """Read the launcher's variables; none means one plain process."""
+    wanted = environment.get(METHOD_VARIABLE)
+    if wanted not in (None, "ENV", "SLURM", "OPENMPI"):
+        raise ConfigError(
+            f"unknown {METHOD_VARIABLE}", found=wanted, needed="ENV, SLURM or OPENMPI", fix="correct it or unset it"
+        )
+    port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
+    if wanted == "ENV" or (wanted is None and "RANK" in environment and "WORLD_SIZE" in environment):
+        rank, size = _integers(environment, "RANK", "WORLD_SIZE")
+        local = _integers(environment, "LOCAL_RANK")[0] if "LOCAL_RANK" in environment else None
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing:
+            raise ConfigError(
+                "RANK and WORLD_SIZE are set but the meeting point is not",
+                found=f"no {' and no '.join(missing)}",
+                fix="start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE for one process",
+            )
+        return _checked(rank, size, local, "env", None)
+    if wanted == "SLURM" or (wanted is None and "SLURM_PROCID" in environment):
+        if wanted is None and environment.get("SLURM_NPROCS", environment.get("SLURM_NTASKS", "1")) == "1":
+            return None
+        size_name = "SLURM_NPROCS" if "SLURM_NPROCS" in environment else "SLURM_NTASKS"
+        rank, size, local_rank = _integers(environment, "SLURM_PROCID", size_name, "SLURM_LOCALID")
+        address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or "localhost"
+        return _checked(rank, size, local_rank, "slurm", f"tcp://{address}:{port}")
+    if wanted == "OPENMPI" or (wanted is None and "OMPI_COMM_WORLD_RANK" in environment):
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+        rank, size, local_rank = _integers(environment, *names)
+        return _checked(rank, size, local_rank, "openmpi", f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{port}")
+    return None
+
+
+def _integers(environment: Mapping[str, str], *names: str) -> list[int]:
+    """The whole numbers that some variables hold."""
+    values = []
+    for name in names:
+        text = environment.get(name)
+        if text is None or not text.isdecimal():
+            raise ConfigError(
+                f"the launcher's variable {name} is no whole number", found=text, fix="start with torchrun, srun or mpirun"
+            )
+        values.append(int(text))
+    return values
+
+
+def _checked(rank: int, world_size: int, local_rank: int | None, method: str, address: str | None) -> _Place:
+    """Refuse a place that cannot exist, before any process waits for another."""
+    if rank >= world_size:
+        raise ConfigError(
+            "a rank outside the world", found=f"rank {rank} of {world_size}", fix="correct the launcher's variables"
+        )
+    if local_rank is None:
+        local_rank = rank % max(torch.cuda.device_count(), 1)
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= local_rank:
+        raise ConfigError(
+            "more processes on this machine than GPUs",
+            found=f"local rank {local_rank}, {gpus} GPUs",
+            fix=f"start at most {gpus} processes here, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU",
+        )
+    return _Place(rank, world_size, local_rank, method, address)
+
+
+def _join(place: _Place, timeout: timedelta | None) -> None:
+    """Make the process group that a place asks for, unless there is one already."""
+    device = _device_of(place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if device.type == "cuda":
+        # counts and object gathers live on the CPU, so gloo stands beside NCCL
+        options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    else:
+        options |= {"backend": "gloo"}
+    if place.address is None:
+        dist.init_process_group(init_method="env://", **options)
+    else:
+        dist.init_process_group(init_method=place.address, rank=place.rank, world_size=place.world_size, **options)
+
+
+def _remember(rank: int, world_size: int, local_rank: int, *, distributed: bool, method: str) -> None:
+    """Write a place into the state that both manager classes share."""
+    state = _physicsnemo()._shared_state
+    device = _device_of(local_rank)
+    state.update(
+        _rank=rank,
+        _world_size=world_size,
+        _local_rank=local_rank,
+        _distributed=distributed,
+        _device=device,
+        _cuda=device.type == "cuda",
+        _initialization_method=method,
+        _is_initialized=True,
+    )
+    _physicsnemo()()  # fills in the defaults that other versions of PhysicsNeMo may hold besides
+
+
+def _device_of(local_rank: int) -> torch.device:
+    """The GPU of a local rank where there are GPUs, the CPU otherwise; starts no CUDA context."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+_class: Any = None
+
+
+def _physicsnemo() -> Any:
+    """PhysicsNeMo's manager class, imported at the first call with nothing left behind in environment and warning filters."""
+    global _class
+    if _class is None:
+        before = set(os.environ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from physicsnemo.distributed.manager import DistributedManager as physicsnemo_manager
+        for name in set(os.environ) - before:
+            del os.environ[name]
+        _class = physicsnemo_manager
+    return _class
