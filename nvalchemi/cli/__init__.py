@@ -29,9 +29,7 @@ COMMANDS = {
 class LazyCommand(TyperCommand):
     """A command known by its name and one line until it is used."""
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:
@@ -87,13 +85,9 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train interatomic potentials and energy-based models."""
 

@@ -21,9 +21,7 @@ def err() -> Console:
 def print_error(error: NvalchemiError) -> None:
     """Print what went wrong, what was found and needed, and what to do; no traceback."""
     console = err()
-    console.print(
-        Text.assemble(("error: ", "bold red"), (error.message, "red")), soft_wrap=False
-    )
+    console.print(Text.assemble(("error: ", "bold red"), (error.message, "red")), soft_wrap=False)
     for label, value in (
         ("found", error.found),
         ("needed", error.needed),

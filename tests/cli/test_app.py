@@ -24,10 +24,7 @@ def test_help_lists_every_command():
 
 
 def test_version():
-    assert (
-        runner.invoke(app, ["--version"]).stdout.strip()
-        == f"nvalchemi {nvalchemi.__version__}"
-    )
+    assert runner.invoke(app, ["--version"]).stdout.strip() == f"nvalchemi {nvalchemi.__version__}"
 
 
 def test_help_imports_neither_torch_nor_numpy():
