@@ -383,9 +383,10 @@ class Batch:
         """
         new = {**self.fields}
         known: dict[str, Level] = dict(self.levels)
-        offsets, cutoff = self.edge_offsets, self.neighbor_cutoff
-        if "edge_index" in fields:
+        offsets, cutoff, masks = self.edge_offsets, self.neighbor_cutoff, self.present
+        if "edge_index" in fields:  # nothing stays that belongs to the old edges
             new = {k: v for k, v in new.items() if known[k] is not Level.EDGE}
+            masks = {k: v for k, v in masks.items() if k in new}
             offsets, cutoff = edge_offsets, neighbor_cutoff
             if fields["edge_index"] is not None and (offsets is None or cutoff is None):
                 raise DataError(
@@ -412,7 +413,7 @@ class Batch:
                     found=f"shape {tuple(tensor.shape)}",
                     needed=f"{rows} rows, one for each {known[name].value}",
                 )
-        masks = {k: v for k, v in {**self.present, **(present or {})}.items() if k in new}
+        masks = {k: v for k, v in {**masks, **(present or {})}.items() if k in new}
         out = Batch(
             new, known, self.atom_offsets, offsets, masks, self.sample_index, self.dataset_index, self.dataset_names, cutoff
         )
