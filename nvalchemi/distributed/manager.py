@@ -307,6 +307,11 @@ def _device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment for a child process, with some variables set for the child alone."""
+    return {**os.environ, **changes}
+
+
 _class: Any = None
 
 

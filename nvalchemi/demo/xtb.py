@@ -1,0 +1,69 @@
+"""The labelling process: draws structures by dynamics under GFN2-xTB and prints each, labelled, as a line of JSON.
+
+It is a program of its own (``python -m nvalchemi.demo.xtb``, one request on standard input), because tblite takes its number of
+threads from the environment it is loaded in: on such small molecules a second thread makes it slower, and much slower beside torch's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from nvalchemi.demo.molecules import Sample
+
+
+def frames(sample: Sample) -> Iterator[dict[str, Any]]:
+    """Draw labelled structures one by one: numbers, positions (Å), energy (eV), forces (eV/Å) and the molecule's name."""
+    import numpy as np
+    from ase import units
+    from ase.build import molecule
+    from ase.md.langevin import Langevin
+    from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+    from tblite.ase import TBLite
+
+    for name in sample.molecules:
+        # the name, not its place in the list, chooses the random numbers: adding a molecule leaves the others as they were
+        rng = np.random.default_rng([sample.seed, *name.encode()])
+        atoms = molecule(name)
+        atoms.calc = TBLite(method="GFN2-xTB", verbosity=0)
+        MaxwellBoltzmannDistribution(atoms, temperature_K=sample.temperature, rng=rng)
+        dynamics = Langevin(atoms, 1.0 * units.fs, temperature_K=sample.temperature, friction=0.02 / units.fs, rng=rng)
+        dynamics.run(sample.warmup)
+        for _ in range(sample.frames):
+            dynamics.run(sample.stride)
+            yield labelled(name, atoms)
+
+
+def labelled(name: str, atoms: Any) -> dict[str, Any]:
+    """One structure and its labels in plain Python."""
+    return {
+        "name": name,
+        "numbers": atoms.numbers.tolist(),
+        "positions": atoms.positions.tolist(),
+        "energy": float(atoms.get_potential_energy()),
+        "forces": atoms.get_forces().tolist(),
+    }
+
+
+def relabel(structures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Label given structures."""
+    from ase import Atoms
+    from tblite.ase import TBLite
+
+    for structure in structures:
+        atoms = Atoms(structure["numbers"], structure["positions"], calculator=TBLite(method="GFN2-xTB", verbosity=0))
+        yield labelled(structure.get("name", ""), atoms)
+
+
+def main() -> None:
+    """Answer one request: ``{"sample": {...}}`` or ``{"structures": [...]}``."""
+    request = json.load(sys.stdin)
+    answers = frames(Sample(**request["sample"])) if "sample" in request else relabel(request["structures"])
+    for answer in answers:
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
