@@ -86,7 +86,7 @@ class LossOutput:
         return cls(mean, {name: LossPart(mean * samples, samples)}, samples, extra)
 
     def over(self, counts: Mapping[str, Count] | None) -> Tensor:
-        """This micro-batch's share of the step's loss, a scalar tensor: each part's sum over the step's count.
+        """Give this micro-batch's share of the step's loss, a scalar tensor: each part's sum over the step's count.
 
         ``None`` says that the micro-batch is the whole step.
         """
@@ -94,7 +94,8 @@ class LossOutput:
             return self.total
         share: Tensor | None = None
         for name, part in self.parts.items():
-            term = part.sum * (part.weight / _at_least_one(counts[name]))
+            # Sum first: a number over a tensor of integers would be rounded to float32.
+            term = part.sum / _at_least_one(counts[name]) * part.weight
             share = term if share is None else share + term
         assert share is not None
         return share
@@ -168,5 +169,5 @@ class Objective(ABC):
         """What training changed in the loss (chains, schedules); plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a default, not a gap
         """Take back what :meth:`state_dict` gave."""

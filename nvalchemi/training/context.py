@@ -110,6 +110,10 @@ class TrainContext:
         Numbers for reporters, by name; tensors stay tensors until a reporter asks.
     validation
         The last validation's metrics, or ``None``.
+    trained
+        Names of the models that have optimizers, each with its optimizers' names.
+    flags_before
+        The models' modes and flags as they were before the run.
     """
 
     manager: Any
@@ -136,6 +140,8 @@ class TrainContext:
     stop_reason: str | None = None
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     validation: dict[str, float] | None = None
+    trained: dict[str, list[str]] = field(default_factory=dict)
+    flags_before: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -187,7 +193,18 @@ class TrainContext:
         loss = self.loss.detached()  # no hook can keep the graph alive
         return loss if before is None else before.merged(loss)
 
+    def end_epoch(self) -> None:
+        """The current epoch is over: its schedulers move, its counters start again."""
+        self.progress.end_epoch()
+        for scheduler in self.schedulers.values():
+            scheduler.after_epoch()
+
     def step_schedulers(self) -> None:
         """One optimizer step was taken."""
         for scheduler in self.schedulers.values():
             scheduler.after_step()
+
+    def step_metric_schedulers(self, metrics: Mapping[str, float]) -> None:
+        """A validation gave ``metrics``."""
+        for scheduler in self.schedulers.values():
+            scheduler.after_validation(metrics)

@@ -78,12 +78,18 @@ class Every:
 
     def __post_init__(self) -> None:
         given = [v for v in (self.steps, self.epochs) if v is not None]
-        if len(given) != 1 or not isinstance(given[0], int) or given[0] < 1:
+        if len(given) != 1 or type(given[0]) is not int or given[0] < 1:
             raise ConfigError(
                 "Every takes one positive whole number",
                 found=f"steps={self.steps!r}, epochs={self.epochs!r}",
                 fix="write Every(steps=1000) or Every(epochs=1)",
             )
+
+
+def snake_case(name: str) -> str:
+    """``"EMAHook"`` -> ``"ema"``: the class name in snake case without its suffix ``Hook``."""
+    stem = name.removesuffix("Hook") or name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()
 
 
 class Hook:
@@ -198,9 +204,3 @@ class PeriodicHook(Hook):
     def _after_epoch(self, ctx: TrainContext) -> None:
         if self.every.epochs is not None and ctx.progress.epoch % self.every.epochs == 0:
             self.act(ctx)
-
-
-def snake_case(name: str) -> str:
-    """``"EMAHook"`` -> ``"ema"``: the class name in snake case without its suffix ``Hook``."""
-    stem = name.removesuffix("Hook") or name
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()

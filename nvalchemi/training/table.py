@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import ConfigError
@@ -86,12 +86,11 @@ class _Span:
                 self._stack.enter_context(_Noted(make(self._ctx), hook, self._span.name, self._ctx))
         except BaseException as error:
             # Those already entered are left again, and told of the error.
-            if not self._stack.__exit__(type(error), error, error.__traceback__):
-                raise
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        self._stack.__exit__(kind, error, trace)
-        return False  # a span never swallows an error of the loop
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)  # a span never swallows an error of the loop
 
 
 class _Noted:
@@ -107,14 +106,13 @@ class _Noted:
             _note(error, self._hook, self._where, self._ctx)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._context.__exit__(kind, error, trace)
         except BaseException as own:
             if own is not error:
                 _note(own, self._hook, self._where, self._ctx)
             raise
-        return False
 
 
 def _note(error: BaseException, hook: Hook, where: str, ctx: TrainContext) -> None:
@@ -125,7 +123,7 @@ def as_hook(candidate: Hook | Callable[..., Any]) -> Hook:
     """A hook stays as it is; a decorated bare function becomes one; anything else is an error."""
     if isinstance(candidate, Hook):
         return candidate
-    if callable(candidate) and not isinstance(candidate, type) and hasattr(candidate, "__name__"):
+    if isinstance(candidate, FunctionType):
         return FunctionHook(candidate)
     fix = (
         f"write {candidate.__name__}(...), with brackets"

@@ -1,0 +1,272 @@
+"""A run's state as one dict of named states: gathered, saved and loaded. Loading runs no code of the files."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nvalchemi import __version__
+from nvalchemi.errors import CheckpointError
+from nvalchemi.training import layout
+from nvalchemi.training.context import TrainContext
+from nvalchemi.training.hook import Scope
+
+logger = logging.getLogger("nvalchemi")
+
+
+def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
+    """Write a checkpoint of the run into a new folder of ``directory``; returns that folder.
+
+    Raises
+    ------
+    CheckpointError
+        Where a state holds something that is no plain data, or the disk refuses; the run's state is untouched.
+    """
+    shared, own = gather(ctx)
+    check_plain(shared, "")
+    check_plain(own, "")
+    manifest = {
+        "library": __version__,
+        "progress": ctx.progress.state_dict(),
+        "metrics": ctx.validation,
+        "world_size": ctx.manager.world_size,
+        "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    try:
+        with layout.writing(Path(directory), manifest) as add:
+            add(layout.SHARED, lambda path: torch.save(shared, path))
+            add(layout.rank_file(ctx.manager.rank), lambda path: torch.save(own, path))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint could not be written to {directory}",
+            found=str(error),
+            fix="free space or fix the permission; nothing is lost",
+        ) from error
+    return layout.list_checkpoints(Path(directory))[-1].path
+
+
+def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run's state by name: what all ranks share, and what is this rank's own."""
+    hooks = {hook.name: (hook.scope, hook.state_dict()) for hook in ctx.hooks}
+    shared = {
+        "models": {name: model_state(ctx.models[name]) for name in ctx.trained},
+        "optimizers": {name: optimizer.state_dict() for name, optimizer in ctx.optimizers.items()},
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in ctx.schedulers.items()},
+        "update": ctx.update.state_dict(),
+        "progress": ctx.progress.state_dict(),
+        "objective": ctx.objective.state_dict(),
+        "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.SHARED and state},
+    }
+    own = {
+        "generators": generator_states(ctx),
+        "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.RANK_LOCAL and state},
+    }
+    return shared, own
+
+
+def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = ()) -> None:
+    """Put the state of a checkpoint into a run that is set up.
+
+    Parameters
+    ----------
+    source
+        ``"latest"`` for the newest whole one of the checkpoint hook's folder (nothing happens where there is none yet), or the
+        path of a checkpoint or of a folder of them.
+    fresh
+        Hooks whose state may be missing.
+
+    Raises
+    ------
+    CheckpointError
+        Where nothing whole is found, a file is damaged or unsafe, or the state does not fit the run.
+    """
+    saved = find(ctx, source)
+    if saved is None:
+        logger.info("nothing to resume from yet: starting afresh")
+        return
+    shared, own = read_file(saved, layout.SHARED), read_file(saved, layout.rank_file(ctx.manager.rank))
+    states = {**shared["hooks"], **own["hooks"]}
+    check_fit(ctx, shared, states, saved.path, fresh)
+    for name, state in shared["models"].items():
+        _apply(f"model '{name}'", saved.path, lambda n=name, s=state: load_model_state(ctx.models[n], s))
+    for kind, targets in (("optimizers", ctx.optimizers), ("schedulers", ctx.schedulers)):
+        for name, state in shared[kind].items():
+            _apply(f"{kind[:-1]} '{name}'", saved.path, lambda t=targets[name], s=state: t.load_state_dict(s))
+    ctx.update.load_state_dict(shared["update"])
+    ctx.objective.load_state_dict(shared["objective"])
+    ctx.progress.load_state_dict(shared["progress"])
+    ctx.validation = saved.manifest.get("metrics")
+    for hook in ctx.hooks:
+        if hook.name in states:
+            _apply(f"hook '{hook.name}'", saved.path, lambda h=hook: h.load_state_dict(states[h.name]))
+    load_generator_states(ctx, own["generators"])
+    logger.info("resumed from %s at step %d, epoch %d", saved.path, ctx.progress.step, ctx.progress.epoch)
+
+
+def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
+    """Take the models' weights, and nothing else, from a checkpoint; says in the log what matched.
+
+    Raises
+    ------
+    CheckpointError
+        Where no tensor of a model has a counterpart of the same name and shape.
+    """
+    saved = find(ctx, source)
+    if saved is None:
+        raise CheckpointError("there is no checkpoint to take weights from", found=str(source))
+    for name, state in read_file(saved, layout.SHARED)["models"].items():
+        if name not in ctx.models:
+            logger.warning("%s: no model '%s' in this run, its weights are left out", saved.path, name)
+            continue
+        target = model_state(ctx.models[name])
+        fitting = {k: v for k, v in state.items() if k in target and target[k].shape == v.shape}
+        if not fitting:
+            raise CheckpointError(f"no weight of model '{name}' in {saved.path} fits this model")
+        load_model_state(ctx.models[name], {**target, **fitting})
+        logger.info(
+            "model '%s': %d of %d tensors from %s; kept as initialised: %s; left out: %s",
+            name, len(fitting), len(target), saved.path, sorted(target.keys() - fitting.keys()), sorted(state.keys() - fitting.keys()),
+        )  # fmt: skip
+
+
+def find(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
+    """The checkpoint that ``source`` means; ``None`` only for ``"latest"`` where nothing was saved yet."""
+    if source == "latest":
+        directory = ctx.hooks.checkpoint_dir
+        return None if directory is None else layout.latest(directory)
+    return at_path(Path(source))
+
+
+def at_path(path: Path) -> layout.SavedCheckpoint:
+    """The checkpoint in folder ``path``, or the newest whole one of a folder of checkpoints."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", fix="give the path of a checkpoint, or of the folder that holds them")
+    if (path / layout.MANIFEST).exists():
+        return layout.read(path)
+    saved = layout.latest(path)
+    if saved is None:
+        raise CheckpointError(
+            f"there is no whole checkpoint in {path}",
+            found=", ".join(sorted(p.name for p in path.iterdir())) or "an empty folder" if path.is_dir() else "a file",
+            fix='give the folder of a CheckpointHook, or resume_from="latest" to start afresh where there is nothing yet',
+        )
+    return saved
+
+
+def read_file(saved: layout.SavedCheckpoint, name: str) -> dict[str, Any]:
+    """One file of a checkpoint, read as tensors and plain data; anything else in it is refused."""
+    path = saved.verified(name)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no file of tensors and plain data, and nothing else is loaded", found=str(error).splitlines()[0][:200]
+        ) from None
+
+
+def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str, Any], path: Path, fresh: Sequence[str]) -> None:
+    """Everything that training changes must have its state in the checkpoint; what is left over is named in the log."""
+    wanted = {
+        "models": set(ctx.trained),
+        "optimizers": set(ctx.optimizers),
+        "schedulers": {n for n, s in ctx.schedulers.items() if s.state_dict()},
+        "hooks": {hook.name for hook in ctx.hooks if hook.state_dict() and hook.name not in fresh},
+    }
+    present = {**{k: set(shared[k]) for k in ("models", "optimizers", "schedulers")}, "hooks": set(states)}
+    for kind, names in wanted.items():
+        missing = sorted(names - present[kind])
+        if missing:
+            raise CheckpointError(
+                f"{path} has no state of {kind[:-1]} {', '.join(missing)}",
+                found=", ".join(sorted(present[kind])) or "none",
+                fix="resume with what the checkpoint was made with"
+                + (f"; or let it start anew with fresh={missing!r}" if kind == "hooks" else ""),
+            )
+    active = {"models": set(ctx.trained), "optimizers": set(ctx.optimizers), "schedulers": set(ctx.schedulers),
+              "hooks": {hook.name for hook in ctx.hooks}}  # fmt: skip
+    for kind in ("models", "optimizers", "schedulers"):
+        extra = sorted(present[kind] - active[kind])
+        if extra:
+            raise CheckpointError(
+                f"{path} has a {kind[:-1]} that this run lacks", found=", ".join(extra), needed=", ".join(sorted(active[kind]))
+            )
+    for name in sorted(present["hooks"] - active["hooks"]):
+        logger.warning("%s: the state of hook '%s' is left out, no such hook is active", path, name)
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state under its plain names: wrappers (data parallel, compiled) leave no prefix."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(model)  # type: ignore[return-value]
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Take back what :func:`model_state` gave, strictly."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(model, dict(state))
+
+
+def generator_states(ctx: TrainContext) -> dict[str, Any]:
+    """Every random stream of this rank: the run's, torch's (CPU and device), numpy's and python's."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the user's global stream is what is kept
+    version, words, spare = random.getstate()
+    states: dict[str, Any] = {
+        "run": ctx.generator.get_state(),
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(words), spare],
+    }
+    if ctx.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(ctx.device)
+    return states
+
+
+def load_generator_states(ctx: TrainContext, states: Mapping[str, Any]) -> None:
+    """Take back what :func:`generator_states` gave."""
+    ctx.generator.set_state(states["run"])
+    torch.set_rng_state(states["torch"])
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    version, words, spare = states["python"]
+    random.setstate((version, tuple(words), spare))
+    if "cuda" in states and ctx.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], ctx.device)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """A state is tensors and plain data, or it could not be loaded without running code."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise CheckpointError(f"the state {where or 'of the run'} has a key that is no string", found=repr(key))
+            check_plain(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            check_plain(item, f"{where}[{i}]")
+    else:
+        raise CheckpointError(
+            f"the state {where} is no plain data", found=type(value).__name__, needed="tensors, numbers, strings, lists and dicts"
+        )
+
+
+def _apply(what: str, path: Path, action: Any) -> None:
+    try:
+        action()
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the state of {what} in {path} does not fit", found=str(error).strip()[:500]) from error

@@ -1,0 +1,165 @@
+"""Where a run stands in its loader: any loader, sought by position, handed out in groups of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from nvalchemi.errors import ConfigError, TrainingError
+from nvalchemi.training.context import Progress
+from nvalchemi.training.seeds import derive_seed
+
+
+@runtime_checkable
+class EpochAware(Protocol):
+    """Something whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next."""
+
+
+@runtime_checkable
+class Seekable(EpochAware, Protocol):
+    """A loader that starts at any batch of an epoch without reading those before it."""
+
+    def iter_from(self, batch: int) -> Iterator[Any]:
+        """The epoch's batches from number ``batch`` on."""
+
+
+class Cursor:
+    """The position in a loader.
+
+    A loader of this package is sought by index. A list of batches is, too. Any other iterable is replayed up to the position,
+    with torch's random stream set from (seed, epoch) where it makes its order, so that the order is the same on a resume.
+
+    Parameters
+    ----------
+    loader
+        Anything that can be iterated over once an epoch.
+    device
+        Where the batches go.
+    seed
+        Of the run.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, seed: int = 0) -> None:
+        if isinstance(loader, (str, bytes)) or not isinstance(loader, Iterable):
+            raise ConfigError(
+                "the loader cannot be iterated over", found=repr(loader), fix="give a DataLoader or a list of batches"
+            )
+        self.loader, self.device, self.seed = loader, device, seed
+        self.at_end = False
+        self._iterator: Iterator[Any] = iter(())
+        self._position = 0
+        # A torch loader's own generator keeps the user's seed; each epoch's order is derived from it.
+        self._own_generator = loader.generator if isinstance(loader, torch.utils.data.DataLoader) else None
+        self._own_seed = self._own_generator.initial_seed() if self._own_generator is not None else seed
+
+    def __len__(self) -> int:
+        """Batches an epoch; raises TypeError where the loader does not know."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches an epoch, or ``None`` where the loader does not know."""
+        if not isinstance(self.loader, Sized):
+            return None
+        try:
+            return len(self.loader)
+        except TypeError:  # torch's DataLoader over an iterable dataset has __len__ and no length
+            return None
+
+    def seek(self, progress: Progress) -> None:
+        """Go to ``progress``: its epoch's order, its batch."""
+        self.close()
+        self.at_end = False
+        self._position = progress.batch
+        self._set_epoch(progress.epoch)
+        length = self.num_batches
+        if length is not None and length > 0 and progress.batch >= length:
+            self.at_end = True  # a checkpoint of an epoch's last step: what is left of the epoch is its end
+        elif isinstance(self.loader, Seekable):
+            self._iterator = self.loader.iter_from(progress.batch)
+        elif isinstance(self.loader, Sequence):
+            self._iterator = iter(islice(self.loader, progress.batch, None))
+        else:
+            self._iterator = self._replay(progress)
+
+    def groups(self, size: int) -> Iterator[list[Any]]:
+        """Groups of ``size`` micro-batches on the device, the epoch's last one maybe shorter.
+
+        Raises
+        ------
+        TrainingError
+            Where the epoch has no batch at all.
+        """
+        length = self.num_batches
+        while not self.at_end:
+            group = [to_device(batch, self.device) for batch in islice(self._iterator, size)]
+            self._position += len(group)
+            self.at_end = len(group) < size or (length is not None and self._position >= length)
+            if group:
+                yield group
+            elif self._position == 0:
+                raise TrainingError(
+                    "the loader gave no batch in this epoch",
+                    found=f"{type(self.loader).__name__}" + (f" of length {length}" if length is not None else ""),
+                    fix="check the dataset's size, drop_last, and that the loader can be iterated over once an epoch",
+                )
+
+    def close(self) -> None:
+        """Let go of the loader's iterator: its threads and processes end now."""
+        closable, self._iterator = self._iterator, iter(())
+        if isinstance(closable, _Closable):
+            closable.close()
+
+    def _set_epoch(self, epoch: int) -> None:
+        holders: list[Any] = [self.loader]
+        if isinstance(self.loader, torch.utils.data.DataLoader):
+            holders += [self.loader.batch_sampler, self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None)]
+        for holder in holders:
+            if isinstance(holder, EpochAware):
+                holder.set_epoch(epoch)
+
+    def _replay(self, progress: Progress) -> Iterator[Any]:
+        seed = derive_seed(self.seed, "order", progress.epoch)
+        own = self._own_generator
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if own is not None:
+                own.manual_seed(derive_seed(self._own_seed, "order", progress.epoch))
+            iterator = iter(self.loader)
+            first = list(islice(iterator, 1))  # samplers draw their order when the first index is asked for
+        skip = progress.batch
+        if skip and first:
+            skip, first = skip - 1, []
+        skipped = sum(1 for _ in islice(iterator, skip))
+        if skipped < skip:
+            raise TrainingError(
+                "the loader is shorter than the position to go on from",
+                found=f"{skipped + 1} batches",
+                needed=f"{progress.batch}",
+            )
+        return chain(first, iterator)
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch on ``device``: a tensor, an atomic batch, or a tuple, list or mapping of them."""
+    if isinstance(batch, Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    if isinstance(batch, (int, float, str, type(None))):
+        return batch
+    return batch.to(device, non_blocking=True)

@@ -1,0 +1,126 @@
+"""From what a user gives as ``loss_fn`` and ``training_fn`` to an objective that the loop can call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.errors import ConfigError
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.objective import Count, LossOutput, Objective, SupervisedLoss, num_samples
+
+
+def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Objective:
+    """The objective for a loss.
+
+    - an :class:`Objective` stays as it is;
+    - a :class:`SupervisedLoss` compares what ``training_fn(model, batch)`` predicts (by default the model's own prediction of
+      what the loss requires);
+    - any other callable with a ``training_fn`` is called as ``loss_fn(training_fn(model, batch), batch)``;
+    - any other callable alone is an energy-based loss that holds its model: ``loss_fn(batch, generator=generator)``, giving a
+      scalar or ``(scalar, samples)``.
+    """
+    if isinstance(loss_fn, Objective):
+        if training_fn is not None:
+            raise ConfigError("training_fn beside a loss_fn that is an objective already", fix="drop training_fn")
+        return loss_fn
+    if isinstance(loss_fn, SupervisedLoss):
+        return SupervisedObjective(loss_fn, training_fn)
+    if not callable(loss_fn):
+        raise ConfigError(
+            "loss_fn is no loss", found=repr(loss_fn), fix="give EnergyMSELoss() + 10.0 * ForceMSELoss(), or a callable"
+        )
+    return SelfContainedObjective(loss_fn) if training_fn is None else PredictionObjective(loss_fn, training_fn)
+
+
+def default_training_fn(model: Any, batch: Any, requires: frozenset[str]) -> Mapping[str, Tensor]:
+    """What ``model`` predicts of ``requires`` for ``batch``."""
+    if isinstance(model, Mapping):
+        if len(model) > 1:
+            raise ConfigError(
+                "several models and no training_fn",
+                found=f"models {', '.join(model)}",
+                fix="give training_fn(models, batch) that returns the predictions by name",
+            )
+        model = next(iter(model.values()))
+    if isinstance(model, EnergyModel):
+        return model.predict(batch, outputs=tuple(sorted(requires)))
+    predictions = model(batch)
+    if not isinstance(predictions, Mapping):
+        raise ConfigError(
+            f"{type(model).__name__} is no EnergyModel and its output is no mapping of predictions",
+            found=type(predictions).__name__,
+            needed=f"a dict with {', '.join(sorted(requires))}",
+            fix="return a dict from forward, or give training_fn(model, batch)",
+        )
+    return predictions
+
+
+class SupervisedObjective(Objective):
+    """A supervised loss of a model's predictions."""
+
+    def __init__(self, loss_fn: SupervisedLoss, training_fn: Callable[..., Any] | None = None) -> None:
+        self.loss_fn, self.training_fn = loss_fn, training_fn
+        self.requires, self.labels = loss_fn.requires, loss_fn.labels
+
+    def predict(self, model: Any, batch: Any) -> Mapping[str, Tensor]:
+        """The predictions that the loss compares."""
+        if self.training_fn is None:
+            return default_training_fn(model, batch, self.requires)
+        return self.training_fn(model, batch)
+
+    def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
+        return self.loss_fn(self.predict(model, batch), batch, step)
+
+    def counts(self, batch: Any) -> dict[str, Count]:
+        return self.loss_fn.counts(batch)
+
+
+class PredictionObjective(Objective):
+    """A user's callable ``loss_fn(predictions, batch)`` giving a mean over samples, or a :class:`LossOutput`."""
+
+    def __init__(self, loss_fn: Callable[..., Any], training_fn: Callable[..., Any]) -> None:
+        self.loss_fn, self.training_fn = loss_fn, training_fn
+
+    def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
+        return as_output(self.loss_fn(self.training_fn(model, batch), batch), batch)
+
+
+class SelfContainedObjective(Objective):
+    """A loss that holds its model and draws its noise from the given generator, as energy-based losses do."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
+        return as_output(self.loss_fn(batch, generator=generator), batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Where the loss is a module its buffers are what training changed; its model is saved with the models.
+        return dict(self.loss_fn.state_dict()) if isinstance(self.loss_fn, nn.Module) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.load_state_dict(state)
+
+
+def as_output(result: Any, batch: Any) -> LossOutput:
+    """A scalar mean, ``(scalar, extra)``, or a :class:`LossOutput`, as the last of these.
+
+    Raises
+    ------
+    ConfigError
+        For anything else, a tensor that is no scalar included.
+    """
+    if isinstance(result, LossOutput):
+        return result
+    extra = None
+    if isinstance(result, tuple) and result:
+        result, extra = result[0], result[1:] if len(result) > 2 else result[-1]
+    if not isinstance(result, Tensor) or result.ndim != 0:
+        found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError("the loss is no scalar", found=found, needed="a 0-d tensor, (0-d tensor, samples) or a LossOutput")
+    return LossOutput.from_mean(result, num_samples(batch), extra=extra)

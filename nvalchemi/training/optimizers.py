@@ -1,0 +1,143 @@
+"""Optimizers and schedulers, declared: they are built once the models are wrapped, because sharding replaces parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.errors import ConfigError
+
+
+@dataclass(slots=True)
+class OptimizerConfig:
+    """An optimizer and its scheduler, not built yet.
+
+    Parameters
+    ----------
+    optimizer_cls, optimizer_kwargs
+        Such as ``torch.optim.AdamW`` and ``{"lr": 1e-3}``.
+    scheduler_cls, scheduler_kwargs
+        Such as ``torch.optim.lr_scheduler.CosineAnnealingLR`` and ``{"T_max": 1000}``.
+    scheduler_interval
+        ``"step"`` moves the scheduler after each optimizer step taken, ``"epoch"`` after each epoch.
+    scheduler_metric
+        Name of a validation metric (``"forces_mae"``) for a scheduler that reads one, such as ``ReduceLROnPlateau``; it then
+        moves after each validation.
+    parameters
+        ``parameters(model)`` gives the parameters, or parameter groups as torch takes them; by default all that require a
+        gradient.
+    """
+
+    optimizer_cls: Callable[..., torch.optim.Optimizer]
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_cls: Callable[..., Any] | None = None
+    scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    scheduler_metric: str | None = None
+    parameters: Callable[[nn.Module], Iterable[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler_interval not in ("step", "epoch"):
+            raise ConfigError("unknown scheduler_interval", found=repr(self.scheduler_interval), needed="'step' or 'epoch'")
+        if self.scheduler_cls is None and (self.scheduler_kwargs or self.scheduler_metric):
+            raise ConfigError("settings of a scheduler without a scheduler", fix="give scheduler_cls as well")
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if self.scheduler_cls is plateau and self.scheduler_metric is None:
+            raise ConfigError("ReduceLROnPlateau reads a validation metric", fix='give scheduler_metric, such as "loss"')
+
+    def build(self, model: nn.Module, name: str) -> tuple[torch.optim.Optimizer, Scheduler | None]:
+        """The optimizer over ``model``'s parameters, and its scheduler where one is declared."""
+        given = self.parameters(model) if self.parameters is not None else (p for p in model.parameters() if p.requires_grad)
+        parameters = list(given)
+        if not parameters:
+            raise ConfigError(
+                f"optimizer '{name}' has nothing to optimise", fix="unfreeze a parameter or drop its OptimizerConfig"
+            )
+        optimizer = self.optimizer_cls(parameters, **self.optimizer_kwargs)
+        if self.scheduler_cls is None:
+            return optimizer, None
+        scheduler = self.scheduler_cls(optimizer, **self.scheduler_kwargs)
+        return optimizer, Scheduler(scheduler, self.scheduler_interval, self.scheduler_metric)
+
+
+class Scheduler:
+    """A torch scheduler with the moment at which it moves: each step taken, each epoch or each validation."""
+
+    def __init__(self, scheduler: Any, interval: str = "step", metric: str | None = None) -> None:
+        self.scheduler, self.interval, self.metric = scheduler, interval, metric
+        self._moves_by_step = metric is None and interval == "step"
+        self._declared = copy.deepcopy(scheduler.state_dict())
+
+    def after_step(self) -> None:
+        """An optimizer step was taken."""
+        if self._moves_by_step:
+            self.scheduler.step()
+
+    def after_epoch(self) -> None:
+        """An epoch is over."""
+        if self.metric is None and self.interval == "epoch":
+            self.scheduler.step()
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """A validation gave ``metrics``."""
+        if self.metric is None:
+            return
+        if self.metric not in metrics:
+            raise ConfigError(
+                "the scheduler's metric is not among the validation's", found=", ".join(sorted(metrics)), needed=self.metric
+            )
+        self.scheduler.step(metrics[self.metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training changed; a length or a factor that the code declares stays the code's after a resume."""
+        state = self.scheduler.state_dict()
+        return {k: v for k, v in state.items() if not _same(v, self._declared.get(k, _same))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave, over what the code declares."""
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def normalise(configs: Any, models: Mapping[str, nn.Module]) -> dict[str, tuple[str, OptimizerConfig]]:
+    """Optimizer name -> (model name, config), from one config, a list of them, or a mapping by model name.
+
+    Raises
+    ------
+    ConfigError
+        For a model that does not exist, or something that is no config.
+    """
+    if isinstance(configs, OptimizerConfig) or not isinstance(configs, Mapping):
+        if len(models) > 1:
+            raise ConfigError(
+                "several models but one optimizer config",
+                found=f"models {', '.join(models)}",
+                fix="give optimizer_configs={'<model name>': OptimizerConfig(...)}; models without one are frozen",
+            )
+        configs = {next(iter(models)): configs}
+    named: dict[str, tuple[str, OptimizerConfig]] = {}
+    for model, entry in configs.items():
+        if model not in models:
+            raise ConfigError("an optimizer config names no model", found=repr(model), needed=f"one of {', '.join(models)}")
+        entries = list(entry) if isinstance(entry, (list, tuple)) else [entry]
+        for i, config in enumerate(entries):
+            if not isinstance(config, OptimizerConfig):
+                raise ConfigError(
+                    "optimizer_configs holds no OptimizerConfig",
+                    found=repr(config),
+                    fix="write OptimizerConfig(torch.optim.AdamW, {'lr': 1e-3}): optimizers are built after the models are wrapped",
+                )
+            named[model if len(entries) == 1 else f"{model}.{i}"] = (model, config)
+    if not named:
+        raise ConfigError("no optimizer config", fix="give optimizer_configs=OptimizerConfig(torch.optim.AdamW, {'lr': 1e-3})")
+    return named

@@ -1,0 +1,159 @@
+"""Before the first step: the run's context, its optimizers, and every cross-check there is, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nvalchemi.distributed import single_process
+from nvalchemi.errors import ConfigError
+from nvalchemi.training import checkpoint
+from nvalchemi.training.context import Progress, TrainContext
+from nvalchemi.training.cursor import Cursor
+from nvalchemi.training.objectives import as_objective
+from nvalchemi.training.optimizers import normalise
+from nvalchemi.training.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from nvalchemi.training.strategy import TrainingStrategy
+
+logger = logging.getLogger("nvalchemi")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flags:
+    """A module's mode and its parameters' flags, to be put back after the run."""
+
+    modes: tuple[tuple[nn.Module, bool], ...]
+    requires_grad: tuple[tuple[nn.Parameter, bool], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Flags:
+        return cls(tuple((m, m.training) for m in model.modules()), tuple((p, p.requires_grad) for p in model.parameters()))
+
+    def restore(self) -> None:
+        for module, training in self.modes:
+            module.training = training
+        for parameter, requires_grad in self.requires_grad:
+            parameter.requires_grad_(requires_grad)
+
+
+def named_models(models: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """One model is named ``"model"``; a dict keeps its names."""
+    return {"model": models} if isinstance(models, nn.Module) else dict(models)
+
+
+def check_declaration(strategy: TrainingStrategy) -> None:
+    """What can be known to be wrong before there is a loader."""
+    if not isinstance(strategy.models, (nn.Module, Mapping)):
+        raise ConfigError("models is no module and no dict of modules", found=type(strategy.models).__name__)
+    for name, model in named_models(strategy.models).items():
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model '{name}' is no torch module", found=type(model).__name__)
+    normalise(strategy.optimizer_configs, named_models(strategy.models))
+    as_objective(strategy.loss_fn, strategy.training_fn)
+    if strategy.num_epochs is None and strategy.num_steps is None:
+        raise ConfigError("the run has no end", fix="give num_epochs= or num_steps=")
+    for name in ("num_epochs", "num_steps", "accumulate", "max_consecutive_skips"):
+        value = getattr(strategy, name)
+        lowest = 1 if name == "accumulate" else 0
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):
+            raise ConfigError(f"{name} is wrong", found=repr(value), needed=f"a whole number of at least {lowest}")
+    if strategy.resume_from is not None and strategy.init_from is not None and strategy.resume_from != "latest":
+        raise ConfigError(
+            "resume_from and init_from exclude each other", fix="resume_from goes on; init_from takes weights alone"
+        )
+
+
+def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
+    """The context of a new run: manager, models on the device and in their modes, this rank's generator, zero progress."""
+    manager = strategy.distributed_manager if strategy.distributed_manager is not None else single_process()
+    models = named_models(strategy.models)
+    trained = {model for model, _ in normalise(strategy.optimizer_configs, models).values()}
+    before = {name: _Flags.of(model) for name, model in models.items()}
+    for name, model in models.items():
+        model.to(manager.device)
+        model.train(name in trained)
+        if name not in trained:
+            model.requires_grad_(False)
+    ctx = TrainContext(
+        manager=manager,
+        models=models,
+        main=next(name for name in models if name in trained),
+        objective=as_objective(strategy.loss_fn, strategy.training_fn),
+        progress=Progress(),
+        generator=torch.Generator(manager.device).manual_seed(derive_seed(strategy.seed, "rank", manager.rank)),
+        several_models=not isinstance(strategy.models, nn.Module),
+        num_epochs=strategy.num_epochs,
+        num_steps=strategy.num_steps,
+        cursor=Cursor(loader, manager.device, strategy.seed),
+    )
+    ctx.flags_before = before
+    if strategy.init_from is not None:
+        checkpoint.load_weights(ctx, strategy.init_from)
+    return ctx
+
+
+def build_optimizers(ctx: TrainContext, configs: Any) -> None:
+    """Optimizers and schedulers, over the parameters as the hooks of SETUP left them."""
+    for name, (model, config) in normalise(configs, ctx.models).items():
+        optimizer, scheduler = config.build(ctx.models[model], name)
+        ctx.optimizers[name] = optimizer
+        ctx.trained.setdefault(model, []).append(name)
+        if scheduler is not None:
+            ctx.schedulers[name] = scheduler
+    owners: dict[int, str] = {}
+    for name, optimizer in ctx.optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in owners:
+                    raise ConfigError("a parameter has two optimizers", found=f"{owners[id(parameter)]} and {name}")
+                owners[id(parameter)] = name
+
+
+def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
+    """Every cross-check between data, loss, models and hooks, before the first step.
+
+    Raises
+    ------
+    ConfigError
+        Naming what does not fit and what to do.
+    """
+    if ctx.manager.world_size > 1 and not any("data_parallel" in hook.claims for hook in ctx.hooks):
+        raise ConfigError(
+            f"world_size is {ctx.manager.world_size} but no hook shards the data", fix="add DDPHook() or FSDP2Hook() to hooks"
+        )
+    check_labels(ctx.objective.labels, ctx.cursor.loader, "the training loader")
+    if strategy.validation_config is not None:
+        check_labels(ctx.objective.labels, strategy.validation_config.validation_data, "the validation data")
+    if ctx.num_steps is None and ctx.cursor.num_batches == 0:
+        raise ConfigError("the loader is empty", fix="check the dataset's size, batch_size and drop_last")
+    if strategy.resume_from == "latest" and ctx.hooks.checkpoint_dir is None:
+        raise ConfigError('resume_from="latest" and no checkpoint hook', fix="add CheckpointHook(DIR, every=...) to hooks")
+
+
+def check_labels(labels: frozenset[str], loader: Any, what: str) -> None:
+    """A label that no structure of the data can have is an error now, not a term that is silently zero."""
+    names = getattr(loader, "field_names", None)
+    if names is None:
+        return
+    missing = sorted(labels - set(names))
+    if missing:
+        raise ConfigError(
+            f"{what} lacks labels that the loss compares with",
+            found=", ".join(sorted(names)),
+            needed=", ".join(missing),
+            fix="convert the data with the right --energy-key/--forces-key/--stress-key, or leave the term out of the loss",
+        )
+
+
+def end(ctx: TrainContext) -> None:
+    """After the run, also a broken one: the loader is let go, the models' modes and flags are as they were."""
+    ctx.cursor.close()
+    for flags in ctx.flags_before.values():
+        flags.restore()
