@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from nvalchemi.demo.dynamics import thermalise
 from nvalchemi.demo.molecules import Sample
 
 
@@ -20,7 +21,6 @@ def frames(sample: Sample) -> Iterator[dict[str, Any]]:
     from ase import units
     from ase.build import molecule
     from ase.md.langevin import Langevin
-    from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
     from tblite.ase import TBLite
 
     for name in sample.molecules:
@@ -28,7 +28,7 @@ def frames(sample: Sample) -> Iterator[dict[str, Any]]:
         rng = np.random.default_rng([sample.seed, *name.encode()])
         atoms = molecule(name)
         atoms.calc = TBLite(method="GFN2-xTB", verbosity=0)
-        MaxwellBoltzmannDistribution(atoms, temperature_K=sample.temperature, rng=rng)
+        thermalise(atoms, sample.temperature, rng)
         dynamics = Langevin(atoms, 1.0 * units.fs, temperature_K=sample.temperature, friction=0.02 / units.fs, rng=rng)
         dynamics.run(sample.warmup)
         for _ in range(sample.frames):

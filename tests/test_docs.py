@@ -1,0 +1,75 @@
+"""B120: every python block of the README and the documentation runs, on the CPU, in order on its page; every command exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nvalchemi.cli import COMMANDS, app
+from tests.pages import blocks, commands, program
+
+ROOT = Path(__file__).parent.parent
+PAGES = [path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]]
+WITH_CODE = [page for page in PAGES if program((ROOT / page).read_text(encoding="utf-8"))]
+
+
+def run_page(page: str, folder: Path, extra: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a page's blocks as one program in a folder, with lines of a test's own behind them."""
+    script = folder / (page.replace("/", "_") + ".py")
+    script.write_text(program((ROOT / page).read_text(encoding="utf-8")) + extra, encoding="utf-8")
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, script.name], cwd=folder, env=settings, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_code_of_the_page_runs(page, tmp_path):
+    done = run_page(page, tmp_path)
+    assert done.returncode == 0, f"{page} (line numbers are the page's)\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_page_exist(page):
+    """Every ``nvalchemi`` command shown exists and knows the options shown."""
+    for line, text in commands((ROOT / page).read_text(encoding="utf-8")):
+        words = [word for word in text.split() if word not in ("\\", "[", "]")]
+        name = words[1].strip("[]")
+        if name.startswith("-"):
+            continue
+        assert name in COMMANDS, f"{page}:{line}: no such command: {text}"
+        group = typer.main.get_command(app)
+        command = group.commands[name].load()
+        known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+        for option in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", text):
+            assert option in known | {"--help", "--debug"}, f"{page}:{line}: {name} has no {option}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [page for page in PAGES if page.startswith("docs/") and page.removeprefix("docs/") not in navigation]
+    assert missing == []
+
+
+def test_help_names_every_command():
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert name in result.output
+
+
+def test_blocks_are_found_where_they_stand():
+    page = "text\n\n```python\nx = 1\n```\n\n=== tab\n\n    ```py\n    assert x == 1\n    if x:\n        y = 2\n    ```\n\n```console\n$ nvalchemi info a.zarr\n```\n"
+    assert program(page).splitlines()[3] == "x = 1"
+    assert program(page).splitlines()[9] == "assert x == 1"
+    assert program(page).splitlines()[11] == "    y = 2"
+    exec(program(page), {})
+    assert list(commands(page)) == [(16, "nvalchemi info a.zarr")]
+    assert program("```text\nnot code\n```\n") == ""
+    with pytest.raises(ValueError, match="never closed"):
+        list(blocks("```python\nx = 1\n"))

@@ -1,0 +1,28 @@
+"""Every example runs as a user would run it: a program of its own, in a folder of its own, within a time limit."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path, tmp_path):
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short_and_says_what_it_is(path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 150
+    assert ast.get_docstring(ast.parse(source))
