@@ -105,9 +105,9 @@ def to_atoms(data: AtomicData) -> ase.Atoms:
     for name in ("positions", "atomic_numbers", "cell", "pbc", "masses"):
         array.pop(name, None)
     for name, value in array.items():
-        if data.levels[name] is Level.ATOM:
+        if data.levels[name] == Level.ATOM:
             atoms.set_array(name, value.copy())
-        elif data.levels[name] is Level.SYSTEM and not (name == "charge" and math.isnan(value)):
+        elif data.levels[name] == Level.SYSTEM and not (name == "charge" and math.isnan(value)):
             atoms.info[name] = value.item() if value.ndim == 0 else value.copy()
     if results:
         atoms.calc = SinglePointCalculator(atoms, **results)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data.atoms import AtomicData, compact
-from nvalchemi.data.fields import KNOWN_LEVELS, Level, cast_target, missing_value, row_axis
+from nvalchemi.data.fields import KNOWN_LEVELS, Level, cast_target, row_axis
+from nvalchemi.data.joining import common_edges, common_levels, filled, misfit
+from nvalchemi.data.ragged import chosen_rows, ragged_rows
 from nvalchemi.errors import DataError
 
 
@@ -112,30 +114,30 @@ class Batch:
         names = list(keys)
         if any(p.keys() != keys for p in parts):
             names = list(dict.fromkeys(name for p in parts for name in p))
-        levels = _common_levels(data, names)
+        levels = common_levels(data)
         counts = [p["positions"].shape[0] for p in parts]
         edge_counts, cutoff = None, None
         if "edge_index" in names:
-            edge_counts, cutoff = _common_edges(data)
+            edge_counts, cutoff = common_edges(data)
         fields: dict[str, Tensor] = {}
         present: dict[str, Tensor] = {}
         device = parts[0]["positions"].device
         for name in names:
             level = levels[name]
-            rows = counts if level is Level.ATOM else edge_counts if level is Level.EDGE else None
+            rows = counts if level == Level.ATOM else edge_counts if level == Level.EDGE else None
             tensors = [p.get(name) for p in parts]
             mask = None
             if any(t is None for t in tensors):  # `in` would compare tensors
                 mask = [t is not None for t in tensors]
-                tensors = _filled(name, tensors, rows)
+                tensors = filled(name, tensors, rows)
             try:
                 joined = torch.stack(tensors) if rows is None else torch.cat(tensors, dim=row_axis(name))  # type: ignore[arg-type]
             except (RuntimeError, TypeError) as error:
-                raise _misfit(name, tensors) from error
+                raise misfit(name, tensors) from error
             first = tensors[0].dtype  # type: ignore[union-attr]
             for t in tensors:
                 if t.dtype is not first:  # type: ignore[union-attr]
-                    raise _misfit(name, tensors)
+                    raise misfit(name, tensors)
             fields[name] = joined
             if mask is not None:
                 present[name] = torch.tensor(mask, device=device)
@@ -156,9 +158,9 @@ class Batch:
         for name, tensor in self.fields.items():
             level = self.levels[name]
             pieces: Sequence[Tensor]
-            if level is Level.SYSTEM:
+            if level == Level.SYSTEM:
                 pieces = tensor.unbind(0)
-            elif level is Level.ATOM:
+            elif level == Level.ATOM:
                 pieces = tensor.split(counts)
             elif name == "edge_index":
                 pieces = self._local_edges().split(edge_counts, dim=1)
@@ -193,9 +195,9 @@ class Batch:
             if mask is not None and not mask[i]:
                 continue
             level = self.levels[name]
-            if level is Level.SYSTEM:
+            if level == Level.SYSTEM:
                 row[name] = tensor[i]
-            elif level is Level.ATOM:
+            elif level == Level.ATOM:
                 row[name] = tensor[start:stop]
             elif name == "edge_index":
                 row[name] = tensor[:, first:last] - start
@@ -214,17 +216,17 @@ class Batch:
         index
             Integers (negative ones count from the end), a (B,) boolean mask, or a slice.
         """
-        idx = self._normal_index(index)
-        atoms, offsets = _ragged_rows(self.atom_offsets, idx)
+        idx = chosen_rows(index, self.num_graphs, self.device)
+        atoms, offsets = ragged_rows(self.atom_offsets, idx)
         edges, edge_offsets = None, None
         if self.edge_offsets is not None:
-            edges, edge_offsets = _ragged_rows(self.edge_offsets, idx)
+            edges, edge_offsets = ragged_rows(self.edge_offsets, idx)
         fields: dict[str, Tensor] = {}
         for name, tensor in self.fields.items():
             level = self.levels[name]
-            if level is Level.SYSTEM:
+            if level == Level.SYSTEM:
                 fields[name] = tensor.index_select(0, idx)
-            elif level is Level.ATOM:
+            elif level == Level.ATOM:
                 fields[name] = tensor.index_select(0, atoms)
             elif name == "edge_index":
                 assert edges is not None and edge_offsets is not None
@@ -322,6 +324,13 @@ class Batch:
         """Where the tensors lie."""
         return self.atom_offsets.device
 
+    def validate(self) -> Batch:
+        """Check what the constructor trusted; see `nvalchemi.data.validation.validate_batch`. Returns the batch itself."""
+        from nvalchemi.data.validation import validate_batch
+
+        validate_batch(self)
+        return self
+
     def describe(self, index: int) -> str:
         """Where structure ``index`` of this batch came from, in words, for an error message."""
         if self.sample_index is None:
@@ -385,7 +394,7 @@ class Batch:
         known: dict[str, Level] = dict(self.levels)
         offsets, cutoff, masks = self.edge_offsets, self.neighbor_cutoff, self.present
         if "edge_index" in fields:  # nothing stays that belongs to the old edges
-            new = {k: v for k, v in new.items() if known[k] is not Level.EDGE}
+            new = {k: v for k, v in new.items() if known[k] != Level.EDGE}
             masks = {k: v for k, v in masks.items() if k in new}
             offsets, cutoff = edge_offsets, neighbor_cutoff
             if fields["edge_index"] is not None and (offsets is None or cutoff is None):
@@ -411,7 +420,7 @@ class Batch:
                 raise DataError(
                     f"{name} does not fit the batch",
                     found=f"shape {tuple(tensor.shape)}",
-                    needed=f"{rows} rows, one for each {known[name].value}",
+                    needed=f"{rows} rows, one for each {known[name]}",
                 )
         masks = {k: v for k, v in {**masks, **(present or {})}.items() if k in new}
         out = Batch(
@@ -461,101 +470,3 @@ class Batch:
         assert self.edge_offsets is not None
         shift = torch.repeat_interleave(self.atom_offsets[:-1], self.edge_offsets.diff(), output_size=self.num_edges)
         return self.fields["edge_index"] - shift
-
-    def _normal_index(self, index: Any) -> Tensor:
-        size = self.num_graphs
-        if isinstance(index, slice):
-            return torch.arange(size, device=self.device)[index]
-        idx = torch.as_tensor(index, device=self.device)
-        if idx.dtype == torch.bool:
-            if idx.shape != (size,):
-                raise DataError("the mask does not fit the batch", found=tuple(idx.shape), needed=f"({size},)")
-            return idx.nonzero().flatten()
-        idx = idx.long().reshape(-1)
-        if idx.numel():
-            low, high = (int(x) for x in torch.aminmax(idx))
-            if low < -size or high >= size:
-                raise IndexError(f"structures {low} to {high} asked of a batch of {size}")
-            if low < 0:
-                idx = torch.where(idx < 0, idx + size, idx)
-        return idx
-
-
-def _ragged_rows(offsets: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the structures ``idx``, one after the other, and the new offsets."""
-    starts = offsets[idx]
-    counts = offsets[idx + 1] - starts
-    new = torch.zeros(idx.shape[0] + 1, dtype=torch.int64, device=offsets.device)
-    torch.cumsum(counts, 0, out=new[1:])
-    total = int(new[-1])
-    rows = torch.repeat_interleave(starts - new[:-1], counts, output_size=total)
-    return rows.add_(torch.arange(total, device=offsets.device)), new
-
-
-def _common_levels(data: Sequence[AtomicData], names: list[str]) -> Mapping[str, Level]:
-    if all(d.levels is KNOWN_LEVELS for d in data):
-        return KNOWN_LEVELS
-    levels: dict[str, Level] = {}
-    for i, d in enumerate(data):
-        for name in d._fields:
-            level = d.levels[name]
-            if levels.setdefault(name, level) is not level:
-                raise DataError(
-                    f"the field {name!r} has different levels in one batch",
-                    found=f"{levels[name].value}, and {level.value} in structure {i}",
-                    needed="one level",
-                )
-    return levels
-
-
-def _common_edges(data: Sequence[AtomicData]) -> tuple[list[int], float | None]:
-    cutoff = data[0].neighbor_cutoff
-    counts = []
-    for i, d in enumerate(data):
-        edges = d._fields.get("edge_index")
-        if edges is None:
-            raise DataError(
-                "only some structures of a batch have edges",
-                found=f"none in structure {i}",
-                needed="edges on all of them or on none",
-                fix="use nvalchemi.data.neighbors.neighbor_list(batch, cutoff) after batching",
-            )
-        if d.neighbor_cutoff != cutoff:
-            raise DataError(
-                "edges of different cutoffs in one batch",
-                found=f"{cutoff} and {d.neighbor_cutoff} Å (structure {i})",
-                needed="one cutoff",
-            )
-        counts.append(edges.shape[1])
-    return counts, cutoff
-
-
-def _filled(name: str, tensors: list[Tensor | None], rows: list[int] | None) -> list[Tensor | None]:
-    """The list with tensors of missing values where structures lack the field."""
-    model = next(t for t in tensors if t is not None)
-    value = missing_value(name, model.dtype)
-    if rows is None:
-        blank = torch.full_like(model, value, requires_grad=False)
-        return [blank if t is None else t for t in tensors]
-    row = tuple(model.shape[1:])
-    return [model.new_full((k, *row), value) if t is None else t for t, k in zip(tensors, rows, strict=True)]
-
-
-def _misfit(name: str, tensors: Sequence[Tensor | None]) -> DataError:
-    first = tensors[0]
-    assert first is not None
-    for i, t in enumerate(tensors):
-        if t is None:
-            continue
-        for what, a, b in (
-            ("dtypes", first.dtype, t.dtype),
-            ("devices", first.device, t.device),
-            ("shapes of a row", tuple(first.shape[1:]), tuple(t.shape[1:])),
-            ("shapes", tuple(first.shape), tuple(t.shape)),
-        ):
-            if a != b:
-                fix = "bring them to one with data.to(device, dtype)" if what in ("dtypes", "devices") else None
-                return DataError(
-                    f"{name} has different {what} in one batch", found=f"{a}, and {b} in structure {i}", needed="one", fix=fix
-                )
-    return DataError(f"{name} cannot be put together")

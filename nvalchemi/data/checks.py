@@ -182,7 +182,7 @@ def check_name(name: str, level: Level, reserved: frozenset[str]) -> None:
 
 def _check_shape(name: str, tensor: Tensor, level: Level, n: int, n_edges: int | None) -> Tensor:
     spec, shape = FIELDS.get(name), tuple(tensor.shape)
-    if level is Level.SYSTEM:
+    if level == Level.SYSTEM:
         if spec is None or shape == spec.shape:
             return tensor
         if spec.shape == () and shape == (1,):
@@ -193,10 +193,10 @@ def _check_shape(name: str, tensor: Tensor, level: Level, n: int, n_edges: int |
             "cell": "give three lattice vectors as rows: ase.cell.Cell.new(c).array for lengths or lengths and angles",
         }
         raise DataError(f"{name} has the wrong shape", found=shape, needed=spec.shape, fix=fixes.get(name))
-    if level is Level.EDGE and n_edges is None:
+    if level == Level.EDGE and n_edges is None:
         raise DataError(f"{name} belongs to edges, and there is no edge_index", fix="give edge_index and neighbor_cutoff too")
-    rows = n if level is Level.ATOM else (n_edges or 0)
-    of = "atoms" if level is Level.ATOM else "edges"
+    rows = n if level == Level.ATOM else (n_edges or 0)
+    of = "atoms" if level == Level.ATOM else "edges"
     row = None if spec is None else spec.shape
     wrong = len(shape) == 0 or shape[0] != rows or (row is not None and shape[1:] != row)
     if name == "edge_index":
