@@ -1,0 +1,213 @@
+"""Rows of one array of a store, by number: chunks are decoded when first needed and kept in one block of memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nvalchemi.data.datapipes.files import Files
+from nvalchemi.data.datapipes.layout import ArraySpec
+from nvalchemi.data.datapipes.shards import (
+    DamagedError,
+    coalesce,
+    decode_chunk,
+    decode_index,
+    index_bytes,
+    make_codec,
+)
+from nvalchemi.errors import DataError
+
+
+class ChunkCache:
+    """The committed rows of one array.
+
+    Decoded chunks lie in slots of one array. With a slot for each chunk the slots stand in the order of the rows: reading is
+    then plain indexing, once every chunk has been decoded. With fewer, the slot used longest ago is given up.
+
+    Not thread-safe; its owner holds a lock.
+
+    Parameters
+    ----------
+    files
+        The store's files.
+    path
+        The array's path in the store.
+    spec
+        What it holds.
+    rows
+        Committed rows.
+    """
+
+    def __init__(self, files: Files, path: str, spec: ArraySpec, rows: int) -> None:
+        self._files, self._path, self._spec, self._rows = files, path, spec, rows
+        self._codec = make_codec(spec.compressor)
+        self.chunks = -(-rows // spec.chunk_rows)
+        self._indices: dict[int, tuple[object, np.ndarray]] = {}
+        self.resize(self.chunks)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one decoded chunk."""
+        return self._spec.row_bytes * self._spec.chunk_rows
+
+    def resize(self, slots: int) -> None:
+        """Forget what was decoded and keep up to ``slots`` chunks from now on."""
+        self._slots = max(1, min(slots, self.chunks))
+        self._resident = self._slots >= self.chunks
+        self._storage: np.ndarray | None = None
+        self._slot_of = np.full(self.chunks, -1, np.int32)
+        self._chunk_in = np.full(self._slots, -1, np.int64)
+        self._used = np.zeros(self._slots, np.int64)
+        self._clock = 0
+        self._missing = self.chunks
+        self.decoded = 0
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Rows by number, in the order given, repeats allowed; each chunk is decoded at most once.
+
+        Parameters
+        ----------
+        rows
+            (n,) int64, each within the committed rows.
+        """
+        if not len(rows):
+            return np.empty((0, *self._spec.shape), self._spec.dtype)
+        if self._resident and not self._missing:
+            return self._block().take(rows, axis=0)
+        chunk = rows // self._spec.chunk_rows
+        slot = self._slot_of[chunk]
+        absent = slot < 0
+        if absent.any():
+            wanted = np.unique(chunk)
+            if len(wanted) > self._slots:
+                return self._stream(rows, chunk)
+            if not self._resident:
+                self._touch(self._slot_of[wanted])
+            self._fill(np.unique(chunk[absent]))
+            slot = self._slot_of[chunk]
+        elif not self._resident:
+            self._touch(slot)
+        if self._resident:
+            return self._block().take(rows, axis=0)
+        return self._block().take(rows + (slot - chunk) * self._spec.chunk_rows, axis=0)
+
+    def all(self) -> np.ndarray:
+        """All committed rows, not kept in the cache."""
+        out = self._empty(self.chunks)
+        self._read(np.arange(self.chunks), out)
+        return out.reshape(-1, *self._spec.shape)[: self._rows]
+
+    def verify(self) -> None:
+        """Decode every chunk, keeping none."""
+        scratch = self._empty(1)
+        for start in range(0, self.chunks, self._spec.chunks_per_shard):
+            self._read(np.arange(start, min(start + self._spec.chunks_per_shard, self.chunks)), scratch, same=True)
+
+    # -- the slots ---------------------------------------------------------------------------------------------------
+
+    def _empty(self, chunks: int) -> np.ndarray:
+        return np.empty((chunks, self._spec.chunk_rows, *self._spec.shape), self._spec.dtype)
+
+    def _block(self) -> np.ndarray:
+        """The slots' rows, one after the other."""
+        if self._storage is None:
+            self._storage = self._empty(self._slots)  # the operating system gives the memory as it is written to
+        return self._storage.reshape(-1, *self._spec.shape)
+
+    def _touch(self, slots: np.ndarray) -> None:
+        self._clock += 1
+        self._used[slots[slots >= 0]] = self._clock
+
+    def _fill(self, chunks: np.ndarray) -> None:
+        """Decode chunks (sorted, none of them in a slot) into slots that the present call does not use."""
+        self._block()
+        assert self._storage is not None
+        if self._resident:
+            slots = chunks
+        else:
+            slots = (
+                np.argpartition(self._used, len(chunks) - 1)[: len(chunks)]
+                if len(chunks) < self._slots
+                else np.arange(self._slots)
+            )
+            old = self._chunk_in[slots]
+            self._slot_of[old[old >= 0]] = -1
+            self._chunk_in[slots] = -1
+            self._used[slots] = 0  # an error below leaves them free
+        self._read(chunks, self._storage, slots)
+        self._slot_of[chunks] = slots
+        self._chunk_in[slots] = chunks
+        self._used[slots] = self._clock
+        self._missing -= len(chunks)
+
+    def _stream(self, rows: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """More chunks in one call than there are slots: go through them one by one, and keep none."""
+        out = np.empty((len(rows), *self._spec.shape), self._spec.dtype)
+        order = np.argsort(chunk, kind="stable")
+        wanted, starts = np.unique(chunk[order], return_index=True)
+        stops = np.append(starts[1:], len(rows))
+        scratch = self._empty(1)
+        for number, start, stop in zip(wanted.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            where = order[start:stop]
+            slot = int(self._slot_of[number])
+            source = scratch[0]
+            if slot >= 0:
+                assert self._storage is not None
+                source = self._storage[slot]
+            else:
+                self._read(np.array([number]), scratch, same=True)
+            out[where] = source[rows[where] - number * self._spec.chunk_rows]
+        return out
+
+    # -- the files ---------------------------------------------------------------------------------------------------
+
+    def _read(self, chunks: np.ndarray, out: np.ndarray, slots: np.ndarray | None = None, *, same: bool = False) -> None:
+        """Decode chunks (sorted) into ``out[slots]``: by default in their order, with ``same`` all into the first."""
+        if slots is None:
+            slots = np.zeros(len(chunks), np.int64) if same else np.arange(len(chunks))
+        shard_of = chunks // self._spec.chunks_per_shard
+        breaks = np.flatnonzero(np.diff(shard_of)) + 1
+        for part, targets in zip(np.split(chunks, breaks), np.split(slots, breaks), strict=True):
+            shard = int(part[0]) // self._spec.chunks_per_shard
+            try:
+                self._read_shard(shard, part, out, targets)
+            except DataError:
+                # An append may have replaced the file between our look at its index and now. Once more from the start.
+                if self._indices.pop(shard, None) is None:
+                    raise
+                self._read_shard(shard, part, out, targets)
+
+    def _read_shard(self, shard: int, chunks: np.ndarray, out: np.ndarray, slots: np.ndarray) -> None:
+        spec, key = self._spec, self._spec.key(self._path, shard)
+        with self._files.open(key) as blob:
+            if blob is None:
+                raise self._damaged(key, int(chunks[0]), "the file is missing")
+            version, index = self._indices.get(shard, (None, None))
+            if index is None or version != blob.version:
+                try:
+                    index = decode_index(spec, blob.tail(index_bytes(spec)))
+                except DamagedError as error:
+                    raise self._damaged(key, int(chunks[0]), str(error)) from error
+                self._indices[shard] = (blob.version, index)
+            ranges = index[chunks % spec.chunks_per_shard]
+            if (ranges[:, 0] < 0).any():
+                raise self._damaged(key, int(chunks[ranges[:, 0] < 0][0]), "the chunk is missing from the shard")
+            merged = coalesce(ranges)
+            number = 0
+            for (_, _, count), data in zip(merged, blob.read([(a, b) for a, b, _ in merged]), strict=True):
+                raw, offset = np.frombuffer(data, np.uint8), 0
+                for length in ranges[number : number + count, 1].tolist():
+                    try:
+                        decode_chunk(self._codec, raw[offset : offset + length], length, out[slots[number]])
+                    except DamagedError as error:
+                        raise self._damaged(key, int(chunks[number]), str(error)) from error
+                    offset += length
+                    number += 1
+        self.decoded += len(chunks)
+
+    def _damaged(self, key: str, chunk: int, problem: str) -> DataError:
+        first = chunk * self._spec.chunk_rows
+        last = min(first + self._spec.chunk_rows, self._rows)
+        return DataError(
+            f"{self._files.name}: array {self._path}, chunk {chunk} (rows {first} to {last - 1}), file {key}: {problem}",
+            fix="restore the file from a copy or convert the data anew",
+        )

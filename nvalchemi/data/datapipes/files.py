@@ -1,0 +1,280 @@
+"""Where a store's bytes lie: a folder, or any store that zarr knows. Both give the same few verbs to the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nvalchemi.data.datapipes.lock import KeyLock, Lock, PathLock
+from nvalchemi.errors import ConfigError, DataError
+
+
+class Blob(ABC):
+    """One file, open for reading: every read sees the same bytes, also when the file is replaced meanwhile (if local)."""
+
+    version: Hashable = None
+    """Changes when the file is replaced; None where that is not known."""
+
+    @abstractmethod
+    def tail(self, count: int) -> bytes:
+        """The last ``count`` bytes, or fewer where the file is shorter."""
+
+    @abstractmethod
+    def read(self, ranges: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each range ``(start, stop)``, shorter at the end of the file."""
+
+
+class Files(ABC):
+    """The files of one store, by key (a path with slashes, from the root of the store)."""
+
+    name: str
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """A whole file, None where there is none."""
+
+    @abstractmethod
+    def open(self, key: str) -> contextlib.AbstractContextManager[Blob | None]:
+        """A file to read parts of, None where there is none."""
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Write or replace a whole file, atomically: a reader, and a kill at any instant, finds the old or the new one."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Take a file or everything below a folder away, if it is there."""
+
+    @abstractmethod
+    def children(self, key: str) -> list[str]:
+        """Names of the files and folders right below a folder, in order; none where it does not exist."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when all that was put is on disk, names of files included."""
+
+    @abstractmethod
+    def lock(self) -> Lock:
+        """The lock that a writer holds."""
+
+
+def open_files(store: Any) -> Files:
+    """The files of a store given as a path (of a folder) or as a zarr store object.
+
+    Raises
+    ------
+    ConfigError
+        Neither of the two.
+    """
+    if isinstance(store, Files):
+        return store
+    if isinstance(store, (str, os.PathLike)):
+        return LocalFiles(os.fspath(store))
+    from zarr.abc.store import Store  # zarr takes a third of a second to import, and a folder does not need it
+
+    if isinstance(store, Store):
+        from zarr.storage import LocalStore
+
+        return LocalFiles(str(store.root)) if isinstance(store, LocalStore) else ZarrFiles(store)
+    raise ConfigError("no store", found=type(store).__name__, needed="the path of a folder, or a zarr store object")
+
+
+class _LocalBlob(Blob):
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        status = os.fstat(fd)
+        self._size = status.st_size
+        self.version = (status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def tail(self, count: int) -> bytes:
+        return self._pread(max(0, self._size - count), self._size)
+
+    def read(self, ranges: list[tuple[int, int]]) -> list[bytes]:
+        return [self._pread(start, stop) for start, stop in ranges]
+
+    def _pread(self, start: int, stop: int) -> bytes:
+        data = os.pread(self._fd, stop - start, start)
+        while len(data) < stop - start and (more := os.pread(self._fd, stop - start - len(data), start + len(data))):
+            data += more
+        return data
+
+
+class LocalFiles(Files):
+    """A store in a folder."""
+
+    def __init__(self, path: str) -> None:
+        if "://" in path:
+            raise ConfigError(
+                "an address is no folder",
+                found=path,
+                fix="give a zarr store object, such as zarr.storage.FsspecStore.from_url(address)",
+            )
+        self.name = path
+        self._root = Path(os.path.realpath(path))  # one store, one lock, by whatever name
+        self._touched: set[Path] = set()
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return (self._root / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    @contextlib.contextmanager
+    def open(self, key: str) -> Iterator[Blob | None]:
+        try:
+            fd = os.open(f"{self._root}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
+            return
+        try:
+            yield _LocalBlob(fd)
+        finally:
+            os.close(fd)
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._root / f".{uuid.uuid4().hex}.partial"  # all in one place, where the next writer clears them away
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                # Before the rename: else a power cut could leave the new name on an empty file, and the old one gone.
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._touched.add(path.parent)
+
+    def delete(self, key: str) -> None:
+        path = self._root / key
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def children(self, key: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._root / key))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def flush(self) -> None:
+        folders = set(self._touched)
+        for folder in self._touched:
+            folders.update(p for p in folder.parents if p == self._root or self._root in p.parents)
+        if folders:
+            folders.add(self._root.parent)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # a file system without folders that can be synced
+                fd = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        self._touched.clear()
+
+    def lock(self) -> Lock:
+        # Beside the store: within it, zarr would warn of a file that it does not know.
+        return PathLock(self._root.with_name(self._root.name + ".lock"), self.name)
+
+
+class _ZarrBlob(Blob):
+    def __init__(self, store: Any, key: str, tail: bytes) -> None:
+        self._store, self._key, self._tail = store, key, tail
+
+    def tail(self, count: int) -> bytes:
+        if count <= len(self._tail):
+            return self._tail[len(self._tail) - count :]
+        from zarr.abc.store import SuffixByteRequest
+
+        return _fetch(self._store, self._key, [SuffixByteRequest(count)])[0] or b""
+
+    def read(self, ranges: list[tuple[int, int]]) -> list[bytes]:
+        from zarr.abc.store import RangeByteRequest
+
+        return [data or b"" for data in _fetch(self._store, self._key, [RangeByteRequest(*r) for r in ranges])]
+
+
+def _fetch(store: Any, key: str, requests: list[Any]) -> list[bytes | None]:
+    """Read parts of one file at once: a remote store answers many requests in the time of one."""
+    import asyncio
+
+    from zarr.core.buffer import default_buffer_prototype
+    from zarr.core.sync import sync
+
+    async def gather() -> list[Any]:
+        prototype = default_buffer_prototype()
+        return await asyncio.gather(*(store.get(key, prototype, byte_range=request) for request in requests))
+
+    return [None if buffer is None else buffer.to_bytes() for buffer in sync(gather())]
+
+
+class ZarrFiles(Files):
+    """A store that zarr reads for us: in memory, in a zip archive, in the cloud.
+
+    One file at a time is written and replaced as the zarr store itself does it, which for object stores is atomic.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.name = str(store)
+        self._store = store
+
+    def get(self, key: str) -> bytes | None:
+        return _fetch(self._store, key, [None])[0]
+
+    @contextlib.contextmanager
+    def open(self, key: str) -> Iterator[Blob | None]:
+        from zarr.core.sync import sync
+
+        yield _ZarrBlob(self._store, key, b"") if sync(self._store.exists(key)) else None
+
+    def put(self, key: str, data: bytes) -> None:
+        from zarr.core.buffer import cpu
+        from zarr.core.sync import sync
+
+        sync(self._store.set(key, cpu.Buffer.from_bytes(data)))
+
+    def delete(self, key: str) -> None:
+        from zarr.core.sync import sync
+
+        sync(self._store.delete(key))
+        sync(self._store.delete_dir(key))
+
+    def children(self, key: str) -> list[str]:
+        from zarr.core.sync import sync
+
+        async def names() -> list[str]:
+            return [name async for name in self._store.list_dir(key)]
+
+        return sorted(set(sync(names())))
+
+    def flush(self) -> None:
+        """Nothing to do: a zarr store has written when it returns."""
+
+    def lock(self) -> Lock:
+        return KeyLock(self, "writer.lock")
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a file unless there is one; whether it was written."""
+        from zarr.core.buffer import cpu
+        from zarr.core.sync import sync
+
+        sync(self._store.set_if_not_exists(key, cpu.Buffer.from_bytes(data)))
+        return self.get(key) == data
+
+
+def unwritable(error: OSError, store: str) -> DataError:
+    """What a failed write becomes."""
+    return DataError(
+        f"{store} cannot be written",
+        found=f"{type(error).__name__}: {error}",
+        fix="mend that and write again; what was committed before is untouched",
+    )
