@@ -1,0 +1,22 @@
+"""The hooks: one a file, each with its state and a test that it resumes."""
+
+from nvalchemi.training.hooks.checkpoint import CheckpointHook
+from nvalchemi.training.hooks.clip import GradientClipHook
+from nvalchemi.training.hooks.early_stop import EarlyStopHook
+from nvalchemi.training.hooks.ema import EMAHook, update_ema
+from nvalchemi.training.hooks.metrics import MetricsHook
+from nvalchemi.training.hooks.precision import MixedPrecisionHook
+from nvalchemi.training.hooks.progress import ProgressHook
+from nvalchemi.training.hooks.spike import SpikeHook
+
+__all__ = [
+    "CheckpointHook",
+    "EMAHook",
+    "EarlyStopHook",
+    "GradientClipHook",
+    "MetricsHook",
+    "MixedPrecisionHook",
+    "ProgressHook",
+    "SpikeHook",
+    "update_ema",
+]

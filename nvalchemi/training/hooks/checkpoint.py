@@ -1,0 +1,103 @@
+"""Save the run every so often, and when it ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nvalchemi.errors import ConfigError
+from nvalchemi.training import checkpoint, layout
+from nvalchemi.training.hook import Every, PeriodicHook, on
+from nvalchemi.training.stages import Order, TrainingStage
+
+if TYPE_CHECKING:
+    from nvalchemi.training.context import TrainContext
+
+
+class CheckpointHook(PeriodicHook):
+    """Write a checkpoint every so many steps or epochs, and at the end of the run; keep the last few and the best.
+
+    A checkpoint holds everything that training changed, also what other hooks keep, wherever this hook stands in the list. It
+    appears in its folder only when it is whole. The scores of earlier checkpoints are read from the folder, so the best stays
+    the best over a resume, and the latest whole checkpoint is never deleted.
+
+    Parameters
+    ----------
+    directory
+        The folder of the checkpoints; ``resume_from="latest"`` looks there.
+    every
+        How often.
+    keep_last
+        How many of the newest to keep; ``None`` keeps all.
+    keep_best
+        How many of the best to keep besides, by the last validation before each save; ``None`` keeps none for its score.
+    metric, mode
+        The validation metric that ranks them, and whether less (``"min"``) or more (``"max"``) is better.
+
+    Raises
+    ------
+    ConfigError
+        For settings that cannot work; at the start of a run that does not resume, where the folder already holds checkpoints; and
+        at a save, where ``metric`` is not among the validation's.
+    """
+
+    order = Order.SAVE
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: Every | None = None,
+        *,
+        keep_last: int | None = 3,
+        keep_best: int | None = None,
+        metric: str = "loss",
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        super().__init__(Every(epochs=1) if every is None else every)
+        if (keep_last is not None and keep_last < 1) or (keep_best is not None and keep_best < 1) or mode not in ("min", "max"):
+            raise ConfigError(
+                "checkpoints cannot be kept like this",
+                found=f"keep_last={keep_last!r}, keep_best={keep_best!r}, mode={mode!r}",
+                needed="keep_last and keep_best of at least 1, or None; mode 'min' or 'max'",
+            )
+        self.checkpoint_dir = Path(directory)
+        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self._saved: dict[str, int] | None = None
+        self._scored: dict[str, float] | None = None
+
+    @on(TrainingStage.TRAINING_START)
+    def look(self, ctx: TrainContext) -> None:
+        """A run that starts afresh must not mix its checkpoints with another's, nor delete those."""
+        assert self.checkpoint_dir is not None
+        present = sorted(path.name for path in self.checkpoint_dir.glob("step-*"))
+        if present and ctx.progress.samples == 0:
+            raise ConfigError(
+                f"{self.checkpoint_dir} holds the checkpoints of another run, and this one starts afresh",
+                found=", ".join(present[-3:]),
+                fix='go on with resume_from="latest", or give CheckpointHook another folder',
+            )
+        saved = layout.list_checkpoints(self.checkpoint_dir) if present else []
+        # A finished run that is resumed has nothing new to save.
+        self._saved = dict(saved[-1].manifest["progress"]) if saved else None
+        self._scored = ctx.validation
+
+    def act(self, ctx: TrainContext) -> None:
+        """Save, then delete what need not be kept."""
+        assert self.checkpoint_dir is not None
+        if self.keep_best is not None and ctx.validation is not None and self.metric not in ctx.validation:
+            raise ConfigError(
+                f"the best checkpoints are ranked by '{self.metric}', which the validation does not give",
+                found=", ".join(sorted(ctx.validation)) or "no metrics",
+                fix="name one of those as CheckpointHook(metric=...)",
+            )
+        checkpoint.save(ctx, self.checkpoint_dir)
+        self._saved, self._scored = ctx.progress.state_dict(), ctx.validation
+        if ctx.manager.rank == 0:
+            layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+
+    @on(TrainingStage.TRAINING_END)
+    def last(self, ctx: TrainContext) -> None:
+        """Save the end of the run with its last validation, unless that is what was saved last."""
+        if self._saved != ctx.progress.state_dict() or self._scored is not ctx.validation:
+            self.act(ctx)

@@ -1,0 +1,261 @@
+"""Write the numbers of a run to files: JSON lines and CSV, without gaps or doubles over a resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from nvalchemi.errors import ConfigError
+from nvalchemi.training.hook import Every, PeriodicHook, Scope, around, on
+from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
+from nvalchemi.training.window import Window
+
+if TYPE_CHECKING:
+    from nvalchemi.training.context import TrainContext
+
+logger = logging.getLogger("nvalchemi")
+
+
+class MetricsHook(PeriodicHook):
+    """Append a record every so many steps, and one after each validation, to ``metrics.jsonl`` and ``metrics.csv``.
+
+    A record has ``kind`` (``"train"`` or ``"validation"``), ``step`` (optimizer steps taken), ``epoch`` (epochs completed) and
+    ``time`` (seconds since the run's start, over resumes). A training record goes on with ``loss`` and ``loss/<part>`` (true, unscaled
+    and unweighted parts), ``lr`` (``lr/<optimizer>`` where there are several), ``samples_per_s``, ``skipped`` (steps not taken so far)
+    and whatever hooks put into ``ctx.metrics``; its values are means over the steps taken since the last record, on all ranks. A
+    validation record goes on with the validation's metrics. Numbers that are not finite are the strings ``"nan"``, ``"inf"`` and
+    ``"-inf"``, so that each line is valid JSON and ``float()`` reads it.
+
+    After a resume the files go on exactly where the checkpoint was made; what a killed run wrote after that is cut off. A run that
+    starts afresh puts an older file aside under another name.
+
+    Parameters
+    ----------
+    directory
+        Where the two files are.
+    every
+        How often a training record is written; what is left of a window is written when the run ends.
+    """
+
+    order = Order.OBSERVE
+    scope = Scope.RANK_LOCAL  # each rank has its own part of the window
+
+    def __init__(self, directory: str | os.PathLike[str], every: Every | None = None) -> None:
+        super().__init__(Every(steps=50) if every is None else every)
+        self.directory = Path(directory)
+        self._window = Window()
+        self._records = 0
+        self._resumed = False
+        self._writer: RecordFiles | None = None
+        self._start = self._since = 0.0
+        self._samples = 0
+
+    @around(TrainingSpan.RUN)
+    def files(self, ctx: TrainContext) -> Iterator[None]:
+        """Close the files with the run, also on an error."""
+        try:
+            yield
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    @on(TrainingStage.BUILT)
+    def reset(self, ctx: TrainContext) -> None:
+        """A new run has no records yet."""
+        self._window.clear()
+        self._records, self._resumed = 0, False
+
+    @on(TrainingStage.TRAINING_START)
+    def begin(self, ctx: TrainContext) -> None:
+        """Open the files where the run stands."""
+        elapsed = 0.0
+        if ctx.manager.rank == 0:
+            self._writer = RecordFiles(self.directory, self._records if self._resumed else None)
+            self._records, elapsed = self._writer.records, self._writer.elapsed
+        self._since = time.perf_counter()
+        self._start = self._since - elapsed
+        self._samples = ctx.progress.samples
+
+    @on(TrainingStage.OPTIMIZER_STEPPED)
+    def collect(self, ctx: TrainContext) -> None:
+        """Take the step's numbers; nothing is fetched from the device."""
+        self._window.add(ctx)
+
+    def act(self, ctx: TrainContext) -> None:
+        """Write the window's record."""
+        now = time.perf_counter()
+        means = self._window.means(ctx.manager)
+        self._window.clear()
+        loss = {k: v for k, v in means.items() if k == "loss" or k.startswith("loss/")}
+        rate = (ctx.progress.samples - self._samples) / max(now - self._since, 1e-9)
+        others = {k: v for k, v in means.items() if k not in loss}
+        self._write(
+            "train", ctx, {**loss, **learning_rates(ctx), "samples_per_s": rate, "skipped": ctx.progress.skipped, **others}
+        )
+        self._since, self._samples = now, ctx.progress.samples
+
+    @around(TrainingSpan.VALIDATION)
+    def pause(self, ctx: TrainContext) -> Iterator[None]:
+        """Time spent on validation is not the training's."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    @on(TrainingStage.VALIDATED)
+    def validated(self, ctx: TrainContext) -> None:
+        """Write the validation's record."""
+        self._write("validation", ctx, ctx.validation or {})
+
+    @on(TrainingStage.TRAINING_END)
+    def finish(self, ctx: TrainContext) -> None:
+        """Write what is left of the window."""
+        if len(self._window):
+            self.act(ctx)
+
+    def _write(self, kind: str, ctx: TrainContext, values: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            return
+        elapsed = round(time.perf_counter() - self._start, 3)
+        place = {"kind": kind, "step": ctx.progress.step, "epoch": ctx.progress.epoch, "time": elapsed}
+        self._writer.write({**place, **{k: plain(v) for k, v in values.items() if k not in place}})
+        self._records = self._writer.records
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._writer is not None:
+            self._writer.sync()  # a checkpoint must not outlive the records that it counts
+        return {"records": self._records, "window": self._window.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._records, self._resumed = int(state["records"]), True
+        self._window.load_state_dict(state["window"])
+
+
+class RecordFiles:
+    """``metrics.jsonl``, the record, and ``metrics.csv``, the same as a table, which is made anew from it where columns are added.
+
+    Parameters
+    ----------
+    directory
+        Made where there is none.
+    keep
+        How many records of an existing file are the run's: the rest is cut off. ``None`` starts afresh.
+    """
+
+    def __init__(self, directory: Path, keep: int | None) -> None:
+        self.path, self.table = directory / "metrics.jsonl", directory / "metrics.csv"
+        self.records, self.elapsed = 0, 0.0
+        self._columns: list[str] = []
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if keep is None:
+                put_aside(self.path)
+                self.path.write_bytes(b"")
+            self._cut(keep or 0)
+            self._lines: IO[str] = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the metrics cannot be written to {directory}", found=str(error), fix="choose a folder that can be written to"
+            ) from error
+        self._csv: IO[str] | None = None
+        self._remake_table()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record to both files; it is out of this process when this returns."""
+        self._lines.write(json.dumps(record, allow_nan=False) + "\n")
+        self._lines.flush()
+        self.records += 1
+        new = [key for key in record if key not in self._columns]
+        if new:
+            self._columns += new
+            self._remake_table()
+        else:
+            self._row(record)
+
+    def sync(self) -> None:
+        """Bring the record to the disk."""
+        self._lines.flush()
+        os.fsync(self._lines.fileno())
+
+    def close(self) -> None:
+        """Close both files."""
+        self._lines.close()
+        if self._csv is not None:
+            self._csv.close()
+
+    def _cut(self, keep: int) -> None:
+        """Keep the first ``keep`` whole lines, and know their columns and the last one's time."""
+        self.path.touch()
+        with self.path.open("rb+") as file:
+            end = 0
+            for line in file:
+                record = _parsed(line)
+                if self.records == keep or record is None:
+                    break
+                end += len(line)
+                self.records += 1
+                self.elapsed = float(record.get("time", self.elapsed))
+                self._columns += [key for key in record if key not in self._columns]
+            file.truncate(end)
+        if self.records < keep:
+            logger.warning("%s holds %d records, the checkpoint knows of %d: the others are lost", self.path, self.records, keep)
+
+    def _remake_table(self) -> None:
+        import csv
+
+        if self._csv is not None:
+            self._csv.close()
+        temporary = self.table.with_suffix(".csv.tmp")
+        with temporary.open("w", encoding="utf-8", newline="") as file, self.path.open("rb") as lines:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            if self._columns:
+                writer.writeheader()
+            writer.writerows(record for line in lines if (record := _parsed(line)) is not None)
+        os.replace(temporary, self.table)
+        self._csv = self.table.open("a", encoding="utf-8", newline="")
+        self._rows = csv.DictWriter(self._csv, self._columns, restval="")
+
+    def _row(self, record: Mapping[str, Any]) -> None:
+        assert self._csv is not None
+        self._rows.writerow(record)
+        self._csv.flush()
+
+
+def learning_rates(ctx: TrainContext) -> dict[str, float]:
+    """The present rate of each optimizer's first group: ``lr``, or ``lr/<optimizer>`` where there are several."""
+    rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in ctx.optimizers.items()}
+    return {"lr": next(iter(rates.values()))} if len(rates) == 1 else {f"lr/{name}": rate for name, rate in rates.items()}
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it; what is not finite as a string that ``float()`` reads."""
+    number = value if isinstance(value, (int, str)) else float(value)
+    return str(number) if isinstance(number, float) and not math.isfinite(number) else number
+
+
+def put_aside(path: Path) -> None:
+    """Rename an older file that holds something, so that nothing of it is lost."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+    logger.warning("%s was there already; it is now %s", path, aside.name)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, or ``None`` where it was torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
