@@ -173,7 +173,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     for name, hooks in (("mlp_overhead_us", 0), ("mlp_overhead_ten_hooks_us", 10)):
-        bare, ours, _ = mlp(rounds, 400, hooks)
+        bare, ours, _ = mlp(rounds, 2000, hooks)
         report(name, 1e6 * (ours - bare), "us/step", bare_us=1e6 * bare, strategy_us=1e6 * ours)
     bare, ours, ratio = potential(rounds, 40, 10)
     report("potential_ratio_ten_hooks", ratio, "ratio", bare_us=1e6 * bare, strategy_us=1e6 * ours)

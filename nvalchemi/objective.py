@@ -8,7 +8,7 @@ counts of the whole step are known.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ def _at_least_one(count: Count) -> Count:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-@dataclass(slots=True)
 class LossPart:
     """One named part of a loss.
 
@@ -37,14 +36,33 @@ class LossPart:
         The part's weight in the total at this step.
     """
 
-    sum: Tensor
-    count: Count
-    weight: float = 1.0
+    __slots__ = ("_mean", "_sum", "count", "weight")
+
+    def __init__(self, sum: Tensor | None, count: Count, weight: float = 1.0, *, mean: Tensor | None = None) -> None:
+        # A loss known as a mean is multiplied out only if somebody asks for its sum: most steps never do.
+        self._sum, self._mean, self.count, self.weight = sum, mean, count, weight
+
+    @property
+    def sum(self) -> Tensor:
+        """The part summed over its labels, a scalar tensor."""
+        if self._sum is None:
+            assert self._mean is not None
+            self._sum = self._mean * self.count
+        return self._sum
 
     @property
     def value(self) -> Tensor:
         """The unweighted mean over the labels, a scalar tensor; 0 where there is no label."""
-        return self.sum / _at_least_one(self.count)
+        if self._mean is None:
+            assert self._sum is not None
+            self._mean = self._sum / _at_least_one(self.count)
+        return self._mean
+
+    def detached(self) -> LossPart:
+        """The same numbers without their graph."""
+        count = self.count.detach() if isinstance(self.count, Tensor) else self.count
+        total = None if self._sum is None else self._sum.detach()
+        return LossPart(total, count, self.weight, mean=None if self._mean is None else self._mean.detach())
 
 
 @dataclass(slots=True)
@@ -83,7 +101,7 @@ class LossOutput:
     @classmethod
     def from_mean(cls, mean: Tensor, samples: int, name: str = "loss", extra: Any = None) -> LossOutput:
         """A loss known only as a mean over its samples."""
-        return cls(mean, {name: LossPart(mean * samples, samples)}, samples, extra)
+        return cls(mean, {name: LossPart(None, samples, mean=mean)}, samples, extra)
 
     def over(self, counts: Mapping[str, Count] | None) -> Tensor:
         """Give this micro-batch's share of the step's loss, a scalar tensor: each part's sum over the step's count.
@@ -102,10 +120,7 @@ class LossOutput:
 
     def detached(self) -> LossOutput:
         """The same numbers without their graph."""
-        parts = {
-            name: LossPart(p.sum.detach(), p.count.detach() if isinstance(p.count, Tensor) else p.count, p.weight)
-            for name, p in self.parts.items()
-        }
+        parts = {name: part.detached() for name, part in self.parts.items()}
         return LossOutput(self.total.detach(), parts, self.samples, self.extra)
 
     def merged(self, other: LossOutput) -> LossOutput:
@@ -121,10 +136,10 @@ def num_samples(batch: Any) -> int:
     """How many samples a batch holds: structures of an atomic batch, rows of a tensor, of a tuple's or dict's first."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        return num_samples(next(iter(batch.values())))
-    if isinstance(batch, Sequence):
+    if isinstance(batch, (tuple, list)):
         return num_samples(batch[0])
+    if isinstance(batch, dict):
+        return num_samples(next(iter(batch.values())))
     return len(batch)
 
 

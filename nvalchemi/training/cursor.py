@@ -53,6 +53,7 @@ class Cursor:
             )
         self.loader, self.device, self.seed = loader, device, seed
         self.at_end = False
+        self._moves = device.type != "cpu"  # loaders hand out host memory
         self._iterator: Iterator[Any] = iter(())
         self._position = 0
         # A torch loader's own generator keeps the user's seed; each epoch's order is derived from it.
@@ -99,7 +100,9 @@ class Cursor:
         """
         length = self.num_batches
         while not self.at_end:
-            group = [to_device(batch, self.device) for batch in islice(self._iterator, size)]
+            group = list(islice(self._iterator, size))
+            if self._moves:
+                group = [to_device(batch, self.device) for batch in group]
             self._position += len(group)
             self.at_end = len(group) < size or (length is not None and self._position >= length)
             if group:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from nvalchemi.errors import TrainingError
-from nvalchemi.objective import num_samples
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.hook import Hook
@@ -135,11 +134,12 @@ class TrainingStrategy:
                 hooks.fire(TrainingStage.LOSS_READY, ctx)
                 update.backward(ctx.loss.over(ctx.counts), last)
             ctx.loss = done = ctx.end_microbatch(done)
+        assert ctx.loss is not None  # a group holds at least one micro-batch
         if not update.unscale():
             ctx.skip_step("the gradients overflowed at the present loss scale")
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)
         ctx.step_taken = update.discard() if ctx.skip_reason else update.step()
-        ctx.progress.advance(len(group), sum(map(num_samples, group)), ctx.step_taken)
+        ctx.progress.advance(len(group), ctx.loss.samples, ctx.step_taken)
         if ctx.step_taken:
             ctx.step_schedulers()
             hooks.fire(TrainingStage.OPTIMIZER_STEPPED, ctx)

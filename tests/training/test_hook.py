@@ -6,9 +6,9 @@ from nvalchemi.training.stages import TrainingSpan, TrainingStage
 
 
 def test_a_misspelt_stage_fails_where_it_is_written():
-    with pytest.raises(ConfigError, match="on\\(\\) takes a training stage.*STEP_END"):
+    with pytest.raises(ConfigError, match=r"on\(\) takes a training stage.*STEP_END"):
         on("step_end")
-    with pytest.raises(ConfigError, match="around\\(\\) takes a training span.*FORWARD"):
+    with pytest.raises(ConfigError, match=r"around\(\) takes a training span.*FORWARD"):
         around("forward")
 
 

@@ -89,7 +89,7 @@ def test_foreign_and_newer_formats_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no manifest of this package"):
         layout.read(folder)
     (folder / layout.MANIFEST).write_text(json.dumps({"format": layout.FORMAT, "version": 99}))
-    with pytest.raises(CheckpointError, match="newer format.*update"):
+    with pytest.raises(CheckpointError, match=r"newer format.*update"):
         layout.read(folder)
     (folder / layout.MANIFEST).write_text(json.dumps({"format": layout.FORMAT, "version": 1}))
     with pytest.raises(CheckpointError, match="incomplete"):

@@ -113,7 +113,7 @@ def test_two_claimants_are_both_named():
     class Other(Hook):
         claims = frozenset({"data_parallel"})
 
-    with pytest.raises(ConfigError, match="claim 'data_parallel'.*One and Other"):
+    with pytest.raises(ConfigError, match=r"claim 'data_parallel'.*One and Other"):
         HookTable([One(), Other()], MANAGER)
 
 
