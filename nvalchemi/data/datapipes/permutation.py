@@ -43,6 +43,15 @@ def splitmix64(key: np.uint64, counter: NDArray[np.uint64]) -> NDArray[np.uint64
     return z
 
 
+def seed_words(seed: int | Sequence[int]) -> list[int]:
+    """Seeds of any size and sign as 32-bit words for ``numpy.random.SeedSequence``.
+
+    Two words each, always: the sequence itself takes naturals only, and joins seeds of different widths ambiguously.
+    """
+    seeds = seed if isinstance(seed, Sequence) else [seed]
+    return [half for word in seeds for half in (int(word) & 0xFFFFFFFF, int(word) >> 32 & 0xFFFFFFFF)]
+
+
 class Permutation:
     """A bijection of ``range(n)`` drawn by ``seed``; the image of any position costs the same, whatever ``n``.
 
@@ -64,10 +73,7 @@ class Permutation:
         if not 0 <= n <= 2**62:
             raise ConfigError("a permutation has from 0 to 2**62 elements", found=n)
         self.n = n
-        words = seed if isinstance(seed, Sequence) else [seed]
-        # Two 32-bit halves a word, always: SeedSequence takes naturals only, and joins words of different widths ambiguously.
-        entropy = [half for word in words for half in (int(word) & 0xFFFFFFFF, int(word) >> 32 & 0xFFFFFFFF)]
-        self._keys = np.random.SeedSequence(entropy).generate_state(ROUNDS, np.uint64)
+        self._keys = np.random.SeedSequence(seed_words(seed)).generate_state(ROUNDS, np.uint64)
         self._table: NDArray[np.int64] | None = None
         if n <= table_length:
             draws = splitmix64(self._keys[0], np.arange(n, dtype=np.uint64))

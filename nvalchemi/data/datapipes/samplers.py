@@ -13,6 +13,7 @@ from itertools import chain, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch.utils.data
 from numpy.typing import NDArray
 
 from nvalchemi.data.datapipes.permutation import Permutation
@@ -179,7 +180,8 @@ class BatchSampler:
     """
 
     def __init__(self, sampler: Iterable[int], batch_size: int, drop_last: bool = False) -> None:
-        check_batch_size(batch_size)
+        check_integer("batch_size", batch_size, 1)
+        check_sampler(sampler)
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
 
     def __len__(self) -> int:
@@ -223,11 +225,11 @@ class BatchSampler:
 
 def seek(sampler: Iterable[T], position: int) -> Iterator[T]:
     """Items of any sampler from ``position`` on, by its ``iter_from`` or, where its order is settled, past its first items."""
+    if hasattr(sampler, "iter_from"):
+        return sampler.iter_from(position)  # type: ignore[no-any-return]
     if position == 0:
         return iter(sampler)
-    if hasattr(sampler, "iter_from"):
-        return sampler.iter_from(position)
-    if isinstance(sampler, Sequence) or hasattr(sampler, "set_epoch"):
+    if _is_settled(sampler):
         return islice(iter(sampler), position, None)
     raise ConfigError(
         f"{type(sampler).__name__} cannot be sought: nothing says that it would repeat the order that it had",
@@ -236,16 +238,36 @@ def seek(sampler: Iterable[T], position: int) -> Iterator[T]:
     )
 
 
+def _is_settled(sampler: object) -> bool:
+    """Whether a foreign sampler has one order an epoch: a list, torch's sequential one, one that is told the epoch, or batches of such."""
+    if isinstance(sampler, Sequence | torch.utils.data.SequentialSampler) or hasattr(sampler, "set_epoch"):
+        return True
+    return hasattr(sampler, "sampler") and _is_settled(sampler.sampler)
+
+
 def tell_epoch(sampler: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` of a sampler that has it; a list or a torch sampler has not."""
+    """Call ``set_epoch(epoch)`` of a sampler, or of the sampler inside it: torch's BatchSampler does not pass the epoch on."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
+    elif hasattr(sampler, "sampler"):
+        tell_epoch(sampler.sampler, epoch)
 
 
-def check_batch_size(batch_size: object) -> None:
-    """ConfigError unless ``batch_size`` is a whole number of samples, at least one."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
-        raise ConfigError("batch_size is a number of samples", found=repr(batch_size), needed="an integer of at least 1")
+def check_sampler(sampler: object) -> None:
+    """ConfigError unless ``sampler`` can be iterated once an epoch."""
+    if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator):
+        raise ConfigError(
+            "a sampler is iterated anew in every epoch",
+            found=type(sampler).__name__,
+            needed="a sampler or a list",
+            fix="pass the list itself, not an iterator over it",
+        )
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """ConfigError unless ``value`` is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"{name} is a whole number", found=repr(value), needed=f"an integer of at least {least}")
 
 
 def _length(data_source: Sized | int) -> int:

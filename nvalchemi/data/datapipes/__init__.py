@@ -1,0 +1,79 @@
+"""From a store to batches: readers and writers, data sets, samplers and the loader.
+
+Names are brought in when first used, so that importing the training side does not pay for the store.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvalchemi.data.datapipes.array_zarr import ArrayZarrReader, ArrayZarrWriter
+    from nvalchemi.data.datapipes.dataset import BaseDataset, Dataset, collate
+    from nvalchemi.data.datapipes.in_memory import InMemoryDataset
+    from nvalchemi.data.datapipes.loader import DataLoader
+    from nvalchemi.data.datapipes.permutation import Permutation
+    from nvalchemi.data.datapipes.reader import Reader
+    from nvalchemi.data.datapipes.samplers import (
+        BatchSampler,
+        DistributedSampler,
+        DistributedSamplerProtocol,
+        IndexSampler,
+        RandomSampler,
+        SequentialSampler,
+    )
+    from nvalchemi.data.datapipes.zarr_reader import AtomicDataZarrReader
+    from nvalchemi.data.datapipes.zarr_writer import AtomicDataZarrWriter
+
+_HOME = {
+    "ArrayZarrReader": "array_zarr",
+    "ArrayZarrWriter": "array_zarr",
+    "AtomicDataZarrReader": "zarr_reader",
+    "AtomicDataZarrWriter": "zarr_writer",
+    "BaseDataset": "dataset",
+    "BatchSampler": "samplers",
+    "DataLoader": "loader",
+    "Dataset": "dataset",
+    "DistributedSampler": "samplers",
+    "DistributedSamplerProtocol": "samplers",
+    "InMemoryDataset": "in_memory",
+    "IndexSampler": "samplers",
+    "Permutation": "permutation",
+    "RandomSampler": "samplers",
+    "Reader": "reader",
+    "SequentialSampler": "samplers",
+    "collate": "dataset",
+}
+
+__all__ = [
+    "ArrayZarrReader",
+    "ArrayZarrWriter",
+    "AtomicDataZarrReader",
+    "AtomicDataZarrWriter",
+    "BaseDataset",
+    "BatchSampler",
+    "DataLoader",
+    "Dataset",
+    "DistributedSampler",
+    "DistributedSamplerProtocol",
+    "InMemoryDataset",
+    "IndexSampler",
+    "Permutation",
+    "RandomSampler",
+    "Reader",
+    "SequentialSampler",
+    "collate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
