@@ -15,6 +15,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import Progress, TrainContext
 from nvalchemi.training.cursor import Cursor
+from nvalchemi.training.hook import Hook
 from nvalchemi.training.objectives import as_objective
 from nvalchemi.training.optimizers import normalise
 from nvalchemi.training.seeds import derive_seed
@@ -57,8 +58,9 @@ def check_declaration(strategy: TrainingStrategy) -> None:
             raise ConfigError(f"model '{name}' is no torch module", found=type(model).__name__)
     normalise(strategy.optimizer_configs, named_models(strategy.models))
     as_objective(strategy.loss_fn, strategy.training_fn)
-    if strategy.num_epochs is None and strategy.num_steps is None:
-        raise ConfigError("the run has no end", fix="give num_epochs= or num_steps=")
+    ends = any("end" in hook.claims for hook in strategy.hooks if isinstance(hook, Hook))
+    if strategy.num_epochs is None and strategy.num_steps is None and not ends:
+        raise ConfigError("the run has no end", fix="give num_epochs= or num_steps=, or a hook such as TimeBudgetHook")
     for name in ("num_epochs", "num_steps", "accumulate", "max_consecutive_skips"):
         value = getattr(strategy, name)
         lowest = 1 if name == "accumulate" else 0

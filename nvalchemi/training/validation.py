@@ -86,14 +86,11 @@ class Validator(PeriodicHook):
     def __init__(self, config: ValidationConfig) -> None:
         super().__init__(config.every)
         self.config = config
-        self.step: int | None = None
-        self.metrics: dict[str, float] | None = None
+        self.step: int | None = None  # of the last state validated
 
     @on(TrainingStage.TRAINING_START)
-    def _recall(self, ctx: TrainContext) -> None:
-        if self.metrics is not None:  # of a run resumed
-            ctx.validation = dict(self.metrics)
-        elif self.config.at_start and ctx.progress.step == 0:
+    def _first(self, ctx: TrainContext) -> None:
+        if self.config.at_start and ctx.progress.step == 0:
             self.act(ctx)
 
     def act(self, ctx: TrainContext) -> None:
@@ -108,8 +105,8 @@ class Validator(PeriodicHook):
                 step=ctx.progress.step,
                 batch_callback=self.config.batch_callback,
             )
-        self.step, self.metrics = ctx.progress.step, metrics
-        ctx.validation = dict(metrics)
+        self.step = ctx.progress.step
+        ctx.validation = metrics
         ctx.step_metric_schedulers(metrics)
         ctx.hooks.fire(TrainingStage.VALIDATED, ctx)
 
@@ -119,10 +116,10 @@ class Validator(PeriodicHook):
             self.act(ctx)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "metrics": self.metrics}
+        return {} if self.step is None else {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.metrics = state["step"], state["metrics"]
+        self.step = state["step"]
 
 
 def validation_hooks(config: ValidationConfig | None) -> list[Hook]:
@@ -226,8 +223,8 @@ def _one_batch(
     custom = objective is not None and objective.training_fn is not None
     # Our own model makes gradients for forces wherever it is called; anything else may need them switched on.
     with torch.set_grad_enabled(custom or not isinstance(alone, EnergyModel)):
-        if objective is not None and custom:
-            predictions = objective.predict(model, batch)
+        if objective is not None and objective.training_fn is not None:
+            predictions: Mapping[str, Tensor] = objective.predict(model, batch)
         else:
             predictions = default_training_fn(model, batch, requires)
         loss = None if objective is None else objective.loss_fn(predictions, batch, step).detached()

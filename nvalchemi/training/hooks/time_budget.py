@@ -40,6 +40,7 @@ class TimeBudgetHook(Hook):
     """
 
     order = Order.TRANSFORM
+    claims = frozenset({"end"})
 
     def __init__(self, seconds: float, shape: Shape | None = None, total_steps: int | None = None) -> None:
         if not seconds > 0:

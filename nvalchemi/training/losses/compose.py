@@ -59,7 +59,8 @@ class ComposedLoss(Loss):
             for name, part in inner.items():
                 if name in result:
                     raise _same_name(name)
-                result[name] = LossPart(part.sum, part.count, factor * part.weight)
+                part.weight *= factor
+                result[name] = part
         return result
 
     def counts(self, batch: Any) -> dict[str, Count]:
