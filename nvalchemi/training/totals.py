@@ -9,7 +9,7 @@ from nvalchemi.objective import Count, Objective
 
 def step_counts(objective: Objective, group: list[Any], manager: Any) -> dict[str, Count] | None:
     """The labels of each loss part over all micro-batches of a step; ``None`` where one micro-batch is the step."""
-    if len(group) == 1 and manager.world_size == 1:
+    if len(group) == 1 and not manager.distributed:
         return None
     totals: dict[str, Count] = {}
     for batch in group:
