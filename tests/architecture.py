@@ -26,7 +26,8 @@ TOP = {"cli", "demo"}
 ENVIRONMENT_OWNER = "distributed/manager.py"
 GRADIENT_OWNER = "models/gradient.py"
 BACKWARD_OWNER = "training/update.py"
-RANK_OWNERS = {"distributed/manager.py", "distributed/collectives.py"}
+#: setup is the edge where it is decided, once, whether a run fits the number of its processes
+RANK_OWNERS = {"distributed/manager.py", "distributed/collectives.py", "training/setup.py"}
 
 
 def part_of(module: str) -> str:
