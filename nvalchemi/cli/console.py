@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from nvalchemi.errors import NvalchemiError
@@ -20,12 +21,11 @@ def err() -> Console:
 
 def print_error(error: NvalchemiError) -> None:
     """Print what went wrong, what was found and needed, and what to do; no traceback."""
-    console = err()
-    console.print(Text.assemble(("error: ", "bold red"), (error.message, "red")), soft_wrap=False)
-    for label, value in (
-        ("found", error.found),
-        ("needed", error.needed),
-        ("do this", error.fix),
-    ):
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(Text("error:", style="bold red"), Text(error.message, style="red"))
+    for label, value in (("found", error.found), ("needed", error.needed), ("do this", error.fix)):
         if value is not None:
-            console.print(Text.assemble((f"  {label}: ", "bold"), str(value)))
+            table.add_row(Text(f"{label}:", style="bold"), Text(str(value)))
+    err().print(table)
