@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -359,8 +360,8 @@ def _add_cell(fields: dict[str, Tensor], cell: Any, pbc: Any) -> bool:
         fields["cell"] = checks.check_field("cell", cell, Level.SYSTEM, x, None)
     if pbc is None:
         flags = torch.ones(3, dtype=torch.bool, device=x.device)
-    elif isinstance(pbc, bool):
-        flags = torch.full((3,), pbc, device=x.device)
+    elif isinstance(pbc, (bool, np.bool_)):
+        flags = torch.full((3,), bool(pbc), device=x.device)
     else:
         flags = checks.check_field("pbc", pbc, Level.SYSTEM, x, None)
     fields["pbc"] = flags

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,7 @@ class Batch:
     # -- from and to single structures -------------------------------------------------------------------------------
 
     @classmethod
-    def from_data_list(cls, data: Sequence[AtomicData]) -> Batch:
+    def from_data_list(cls, data: Iterable[AtomicData]) -> Batch:
         """Put structures together, in their order. A field that only some of them have is kept, see ``present``.
 
         Raises
@@ -107,9 +107,16 @@ class Batch:
             No structures, or structures that do not fit together: dtypes, devices, shapes of rows or levels of a field,
             edges on only some of them, or edges of different cutoffs.
         """
-        if len(data) == 0:
+        data = data if isinstance(data, list) else list(data)
+        if not data:
             raise DataError("a batch needs at least one structure", found="an empty list")
-        parts = [d._fields for d in data]
+        try:
+            parts = [d._fields for d in data]
+        except AttributeError:
+            kinds = sorted({type(d).__name__ for d in data})
+            raise DataError(
+                "a batch is made of AtomicData", found=", ".join(kinds), fix="AtomicData.from_atoms reads ASE's"
+            ) from None
         keys = parts[0].keys()
         names = list(keys)
         if any(p.keys() != keys for p in parts):

@@ -35,14 +35,16 @@ def as_tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> Tensor
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "fiub":
-            raise DataError(f"{name} is no array of numbers", found=f"dtype {value.dtype}", needed="floats, integers or booleans")
-        if not value.dtype.isnative:
-            value = value.astype(value.dtype.newbyteorder("="))
-        return torch.tensor(value)
+        dtype = None
     try:
+        if hasattr(value, "__array__") or (isinstance(value, (list, tuple)) and value and hasattr(value[0], "__array__")):
+            value = np.asarray(value)
+            if value.dtype.kind not in "fiub":
+                raise TypeError(f"its dtype is {value.dtype}")
+            if not value.dtype.isnative:
+                value = value.astype(value.dtype.newbyteorder("="))
         return torch.tensor(value, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DataError(
             f"{name} cannot be made a tensor ({error})",
             found=f"{type(value).__name__}: {_short(value)}",
@@ -265,7 +267,7 @@ def check_distances(positions: Tensor, periodic: bool) -> None:
     closest = CLOSEST if n > 2 else 0.1
     farthest = math.inf if periodic or n == 2 else FARTHEST
     lowest, highest = math.inf, 0.0
-    for i in range(n):
+    for i in range(min(n, 500)):  # as many as that are no accident
         d = points - points[i]
         d2 = np.einsum("ij,ij->i", d, d)
         d2[i] = np.inf

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data.atoms import AtomicData
-from nvalchemi.data.fields import KNOWN_LEVELS, Level, missing_value
+from nvalchemi.data.fields import Level, missing_value
 from nvalchemi.errors import DataError
 
 
 def common_levels(data: Sequence[AtomicData]) -> Mapping[str, Level]:
     """The level of every field, which must be the same in all structures."""
-    if all(d.levels is KNOWN_LEVELS for d in data):
-        return KNOWN_LEVELS
+    first = data[0].levels
+    if all(d.levels is first for d in data):
+        return first
     levels: dict[str, Level] = {}
     for i, d in enumerate(data):
         for name in d._fields:

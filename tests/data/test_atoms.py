@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from ase.cell import Cell
 
 from nvalchemi.data import AtomicData, Batch, Level
 from nvalchemi.data.atoms import RESERVED
@@ -92,7 +93,8 @@ BAD = {
     "no atoms": ({"positions": torch.zeros(0, 3), "atomic_numbers": []}, "shape", "at least one atom"),
     "integer positions": ({"positions": torch.tensor([[0, 0, 0], [0, 0, 1], [1, 0, 0]])}, "dtype", "float64"),
     "half positions": ({"positions": torch.zeros(3, 3, dtype=torch.float16)}, "dtype", "float32"),
-    "complex positions": ({"positions": np.zeros((3, 3), dtype=complex)}, "no array of numbers", "floats"),
+    "complex positions": ({"positions": np.zeros((3, 3), dtype=complex)}, "its dtype is complex128", "lists of numbers"),
+    "array of objects": ({"positions": np.array([[None] * 3] * 3)}, "its dtype is object", "lists of numbers"),
     "text": ({"positions": "here"}, "cannot be made a tensor", "lists of numbers"),
     "uneven lists": ({"positions": [[0.0, 0.0, 0.0], [1.0]]}, "cannot be made a tensor", "equal length"),
     "NaN position": (
@@ -193,6 +195,19 @@ def test_sensible_rarities_pass():
     assert d.energy.isnan() and d.charge == 1.0 and d.charge.dtype == torch.float64
     far = AtomicData([[0.0, 0, 0], [0, 0, 90.0], [90.0, 0, 0]], [2, 2, 2], cell=(np.eye(3) * 100).tolist(), pbc=True)
     assert far.num_atoms == 3
+
+
+def test_lists_of_arrays_and_things_like_arrays():
+    rows = [np.array(row) for row in WATER["positions"]]
+    d = AtomicData(rows, [np.int64(8), np.int64(1), np.int64(1)], energy=np.int64(3), cell=Cell.new([8, 9, 10]), pbc=np.True_)
+    assert d.dtype == torch.float32 and d.cell.diagonal().tolist() == [8, 9, 10] and d.energy == 3 and d.pbc.all()
+    assert AtomicData(torch.tensor(WATER["positions"]), (8, 1, 1), charge=np.float64(1)).charge.dtype == torch.float32
+
+
+def test_large_structures_in_the_wrong_unit_are_refused_quickly():
+    positions = np.stack(np.unravel_index(np.arange(20000), (30, 30, 30)), axis=1) * 0.15
+    with pytest.raises(DataError, match="1 nm = 10 Å"):
+        AtomicData(positions, np.full(20000, 6))
 
 
 def test_cell_alone_is_periodic():

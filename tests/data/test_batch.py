@@ -118,6 +118,8 @@ def test_what_does_not_fit_together_is_named():
     a, b = structure(0, 3, frozenset({"spin"})), structure(1, 3, frozenset({"spin"}))
     with pytest.raises(DataError, match="at least one structure"):
         Batch.from_data_list([])
+    with pytest.raises(DataError, match="made of AtomicData; found: AtomicData, dict"):
+        Batch.from_data_list([a, {"positions": b.positions}])
     with pytest.raises(DataError, match=r"positions has different dtypes .* torch.float32 in structure 1"):
         Batch.from_data_list([a, b.to(torch.float32)])
     with pytest.raises(DataError, match=r"spin has different shapes of a row .*\(2,\), and \(5,\) in structure 1"):
