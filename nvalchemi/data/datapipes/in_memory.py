@@ -53,12 +53,15 @@ class InMemoryDataset(BaseDataset):
         check_finite: bool = True,
         name: str | None = None,
     ) -> None:
-        name = name or str(getattr(source, "name", "memory"))
+        name = name or str(getattr(source, "name", None) or "memory")  # a tensor has a name too, which is None
         super().__init__(name, device, transforms, dtype=dtype, seed=seed, check_finite=check_finite)
         self._resident = self._filled(_all_samples(source))
 
     def _filled(self, samples: Samples) -> _Resident:
-        idx = np.arange(len(samples) if not isinstance(samples, dict) else len(next(iter(samples.values()))))
+        idx = np.arange(len(next(iter(samples.values()))) if isinstance(samples, dict) else len(samples))
+        if isinstance(samples, Batch):  # numbered anew, and not in the caller's object
+            samples = samples.replace()
+            samples.sample_index, samples.dataset_index, samples.dataset_names = torch.from_numpy(idx), None, (self.name,)
         if self.dtype is not None:
             samples = cast(samples, self.dtype)
         once = tuple(takewhile(is_deterministic, self.transforms))
@@ -147,7 +150,7 @@ class _Structures:
     def _take_edges(self, idx: NDArray[np.int64], atom_offsets: NDArray[np.int64], fields: dict[str, Tensor]) -> Tensor:
         counts = self.num_edges[idx]
         # Edges of a structure are many: joining slices is faster than gathering rows one by one.
-        pieces = [slice(self.edge_ends[i], self.edge_ends[i + 1]) for i in idx.tolist()]
+        pieces = [slice(self.edge_ends[i], self.edge_ends[i + 1]) for i in idx.tolist()] or [slice(0, 0)]
         for field, array in self.edge.items():
             if field == "edge_index":
                 local = np.concatenate([array[:, piece] for piece in pieces], axis=1)
