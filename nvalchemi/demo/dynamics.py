@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,14 @@ def thermalise(atoms: Any, temperature: float, rng: np.random.Generator) -> None
 
 
 def constant_energy(
-    atoms: Any, *, steps: int, timestep: float = 0.5, temperature: float = 300.0, seed: int = 0, keep: int = 20
+    atoms: Any,
+    *,
+    steps: int,
+    timestep: float = 0.5,
+    temperature: float = 300.0,
+    seed: int = 0,
+    keep: int = 20,
+    seconds: float = float("inf"),
 ) -> Dynamics:
     """Let a molecule move freely under its calculator, by velocity Verlet.
 
@@ -76,7 +84,9 @@ def constant_energy(
     seed
         Of the starting velocities.
     keep
-        How many frames to keep.
+        How many frames to keep, over the number of steps asked for.
+    seconds
+        Stop after so much time, however many steps were made.
     """
     from ase import units
     from ase.calculators.singlepoint import SinglePointCalculator
@@ -104,8 +114,11 @@ def constant_energy(
             frames.append(frame)
 
     dynamics = VelocityVerlet(atoms, timestep=timestep * units.fs)
+    start = perf_counter()
     record(0)
     for step in range(1, steps + 1):
         dynamics.run(1)
         record(step)
+        if perf_counter() - start > seconds:
+            break
     return Dynamics(np.array(time), np.array(potential), np.array(total), frames, len(atoms))
