@@ -1,0 +1,52 @@
+"""Predictions beside labels, structure by structure, for parity plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nvalchemi.objective import LossOutput
+
+_KEYS = ("energy", "forces", "stress")
+
+
+class Parity:
+    """A batch callback of ``evaluate`` that keeps the labels and the predictions of what is labelled.
+
+    :meth:`arrays` gives ``energy``, ``energy_label`` (n,) eV, ``num_atoms`` (n,), ``forces``, ``forces_label`` (m, 3) eV/Å,
+    ``stress``, ``stress_label`` (k, 3, 3) eV/Å³, of the rows without an absent component, and ``sample_index`` (n,).
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[NDArray[Any]]] = {}
+
+    def __call__(self, batch: Any, predictions: Mapping[str, Tensor], loss: LossOutput | None) -> None:
+        """Keep one batch."""
+        for key in _KEYS:
+            if key not in predictions or key not in batch:
+                continue
+            label, prediction = batch[key], predictions[key]
+            there = ~label.isnan().flatten(1).any(1) if label.dim() > 1 else ~label.isnan()
+            self._keep(f"{key}_label", label[there])
+            self._keep(key, prediction[there])
+            if key == "energy":
+                self._keep("num_atoms", batch.num_nodes_per_graph[there])
+                if batch.sample_index is not None:
+                    self._keep("sample_index", batch.sample_index[there])
+
+    def _keep(self, name: str, values: Tensor) -> None:
+        self._rows.setdefault(name, []).append(values.detach().cpu().numpy())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All that was kept."""
+        return {name: np.concatenate(parts) for name, parts in self._rows.items()}
+
+    def save(self, path: Path) -> None:
+        """Write the arrays as npz."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, **self.arrays())  # type: ignore[arg-type]  # the stubs know no names of arrays

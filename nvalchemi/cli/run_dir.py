@@ -1,0 +1,87 @@
+"""The folder of a run: what lies where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nvalchemi.cli.config import TrainConfig, check_config, read_yaml, save_config
+from nvalchemi.errors import ConfigError
+
+
+class RunDir:
+    """A run's folder.
+
+    ``config.yaml`` (all settings), ``model.json`` (how to rebuild the model), ``checkpoints/``, ``metrics.jsonl`` and
+    ``metrics.csv``, ``evaluation/`` (a JSON of errors and an npz of predictions a store), ``plots/``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.model_file = path / "model.json"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.evaluation = path / "evaluation"
+        self.plots = path / "plots"
+
+    @classmethod
+    def new(cls, path: Path) -> RunDir:
+        """A folder for a new run.
+
+        Raises
+        ------
+        ConfigError
+            Where a run has begun there already.
+        """
+        run = cls(path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is no folder", fix="give another --run-dir")
+        if any(run.checkpoints.glob("step-*")):
+            raise ConfigError(
+                f"{path} holds a run already", fix=f"go on with it: nvalchemi resume {path}; or give another --run-dir"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder {path} cannot be made", found=str(error)) from None
+        return run
+
+    @classmethod
+    def existing(cls, path: Path) -> RunDir:
+        """The folder of a run that was started with ``nvalchemi train``."""
+        run = cls(path)
+        if not run.config_file.is_file():
+            found = ", ".join(sorted(p.name for p in path.iterdir())[:6]) if path.is_dir() else "no such folder"
+            raise ConfigError(
+                f"{path} is no run folder", found=found or "an empty folder", needed="config.yaml, as nvalchemi train writes it"
+            )
+        return run
+
+    def config(self) -> TrainConfig:
+        """The settings that the run was started with."""
+        return check_config(read_yaml(self.config_file), str(self.config_file))
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Keep the settings."""
+        save_config(config, self.config_file)
+
+    def model_config(self) -> dict[str, Any]:
+        """How to rebuild the model."""
+        try:
+            return json.loads(self.model_file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.model_file} cannot be read", found=str(error), needed="the model of the run") from None
+
+    def write_model_config(self, config: Mapping[str, Any]) -> None:
+        """Keep how to rebuild the model."""
+        self.model_file.write_text(json.dumps(config, indent=1))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The metrics written so far, in order."""
+        if not self.metrics.is_file():
+            raise ConfigError(f"{self.path} holds no metrics yet", needed=self.metrics.name)
+        whole, _, _ = self.metrics.read_text().rpartition("\n")  # the last line of a killed run may be torn
+        return [json.loads(line) for line in whole.splitlines()]
