@@ -178,7 +178,7 @@ def prune(directory: Path, keep_last: int | None, keep_best: int | None = None, 
         return
     saved = list_checkpoints(directory)
     newest = latest(directory)
-    kept = {c.path for c in saved[len(saved) - max(keep_last, 1) :]}
+    kept = {c.path for c in saved[-max(keep_last, 1) :]}
     if newest is not None:
         kept.add(newest.path)
     if keep_best:
@@ -191,8 +191,13 @@ def prune(directory: Path, keep_last: int | None, keep_best: int | None = None, 
 
 
 def _ranked(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
-    # One state may be saved twice with the same validation; the earlier of equals is the one that earned it.
-    scored = [(c.metric(metric), c) for c in saved]
+    # Several states may be saved after one validation: the first of them is the one that earned it.
+    scored = []
+    metrics: Any = None
+    for checkpoint in saved:
+        if checkpoint.manifest.get("metrics") != metrics:
+            metrics = checkpoint.manifest.get("metrics")
+            scored.append((checkpoint.metric(metric), checkpoint))
     finite = [(value, c) for value, c in scored if value is not None and value == value]
     sign = -1.0 if mode == "max" else 1.0
     return [c for _, c in sorted(finite, key=lambda pair: (sign * pair[0], pair[1].serial))]

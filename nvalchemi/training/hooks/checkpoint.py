@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -63,7 +64,7 @@ class CheckpointHook(PeriodicHook):
             )
         self.checkpoint_dir = Path(directory)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
-        self._saved: dict[str, int] | None = None
+        self._saved: tuple[int, int] | None = None
         self._scored: dict[str, float] | None = None
 
     @on(TrainingStage.TRAINING_START)
@@ -79,7 +80,7 @@ class CheckpointHook(PeriodicHook):
             )
         saved = layout.list_checkpoints(self.checkpoint_dir) if present else []
         # A finished run that is resumed has nothing new to save.
-        self._saved = dict(saved[-1].manifest["progress"]) if saved else None
+        self._saved = place(saved[-1].manifest["progress"]) if saved else None
         self._scored = ctx.validation
 
     def act(self, ctx: TrainContext) -> None:
@@ -92,12 +93,17 @@ class CheckpointHook(PeriodicHook):
                 fix="name one of those as CheckpointHook(metric=...)",
             )
         checkpoint.save(ctx, self.checkpoint_dir)
-        self._saved, self._scored = ctx.progress.state_dict(), ctx.validation
+        self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
         if ctx.manager.rank == 0:
             layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
 
     @on(TrainingStage.TRAINING_END)
     def last(self, ctx: TrainContext) -> None:
         """Save the end of the run with its last validation, unless that is what was saved last."""
-        if self._saved != ctx.progress.state_dict() or self._scored is not ctx.validation:
+        if self._saved != place(ctx.progress.state_dict()) or self._scored is not ctx.validation:
             self.act(ctx)
+
+
+def place(progress: Mapping[str, int]) -> tuple[int, int]:
+    """Where a state is in the run. An epoch's end is no new place: a resume from the step before it ends the epoch first."""
+    return progress["step"], progress["samples"]

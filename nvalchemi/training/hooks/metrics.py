@@ -51,7 +51,7 @@ class MetricsHook(PeriodicHook):
         self.directory = Path(directory)
         self._window = Window()
         self._records = 0
-        self._resumed = False
+        self._resumed = self._begun = False
         self._writer: RecordFiles | None = None
         self._start = self._since = 0.0
         self._samples = 0
@@ -70,12 +70,14 @@ class MetricsHook(PeriodicHook):
     def reset(self, ctx: TrainContext) -> None:
         """A new run has no records yet."""
         self._window.clear()
-        self._records, self._resumed = 0, False
+        self._records, self._resumed, self._begun = 0, False, False
 
     @on(TrainingStage.TRAINING_START)
     def begin(self, ctx: TrainContext) -> None:
         """Open the files where the run stands."""
-        elapsed = 0.0
+        if self._begun:
+            return
+        self._begun, elapsed = True, 0.0
         if ctx.manager.rank == 0:
             self._writer = RecordFiles(self.directory, self._records if self._resumed else None)
             self._records, elapsed = self._writer.records, self._writer.elapsed
@@ -104,6 +106,7 @@ class MetricsHook(PeriodicHook):
     @around(TrainingSpan.VALIDATION)
     def pause(self, ctx: TrainContext) -> Iterator[None]:
         """Time spent on validation is not the training's."""
+        self.begin(ctx)  # a validation before the first step comes before this hook's turn
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - before

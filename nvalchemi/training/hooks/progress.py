@@ -63,6 +63,8 @@ class ProgressHook(Hook):
     @on(TrainingStage.TRAINING_START)
     def start(self, ctx: TrainContext) -> None:
         """Open the display where the run stands."""
+        if self._display is not None:
+            return
         stream = sys.stderr if self.stream is None else self.stream
         self._display = Live(stream) if stream.isatty() else Lines(stream)
         self._pace = Pace(self.max_time)
@@ -80,6 +82,7 @@ class ProgressHook(Hook):
     def validating(self, ctx: TrainContext) -> Iterator[None]:
         """Say that a validation runs; its time does not slow the rate."""
         before = time.monotonic()
+        self.start(ctx)  # a validation before the first step comes before this hook's turn
         if self._display is not None:
             self._display.note("validating")
         yield

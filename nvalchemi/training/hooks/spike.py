@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nvalchemi.data import Batch
 from nvalchemi.distributed.collectives import all_reduce
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training.hook import Hook, on
@@ -167,15 +168,15 @@ def name_structures(batches: list[Any], limit: int | None = None) -> str:
     """``"train.zarr: 3, 17; b.zarr: 4"``: where the batches' structures came from, as far as the batches know."""
     by_dataset: dict[str, list[int]] = {}
     for batch in batches:
-        index = getattr(batch, "sample_index", None)
-        if index is None:
+        if not isinstance(batch, Batch) or batch.sample_index is None:
             continue
-        datasets = getattr(batch, "dataset_index", None)
-        names = getattr(batch, "dataset_names", ())
-        for i, d in zip(index.tolist(), [0] * len(index) if datasets is None else datasets.tolist(), strict=True):
-            by_dataset.setdefault(names[d] if d < len(names) else "dataset" if datasets is None else f"dataset {d}", []).append(i)
+        samples = batch.sample_index.tolist()
+        datasets = [0] * len(samples) if batch.dataset_index is None else batch.dataset_index.tolist()
+        for sample, dataset in zip(samples, datasets, strict=True):
+            name = batch.dataset_names[dataset] if dataset < len(batch.dataset_names) else f"data set {dataset}"
+            by_dataset.setdefault(name, []).append(sample)
     if not by_dataset:
-        return "not known (the batches carry no sample_index)"
+        return "not known (the batch does not say where they come from)"
     left = limit
     texts: list[str] = []
     for name, indices in by_dataset.items():

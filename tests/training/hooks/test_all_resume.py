@@ -1,0 +1,76 @@
+"""No hook lands without a resume test: one entry here for every hook that the package exports."""
+
+import inspect
+
+import pytest
+import torch
+
+from nvalchemi.testing import assert_resumes
+from nvalchemi.training import Every, Hook, OptimizerConfig, ValidationConfig, hooks
+from nvalchemi.training.hooks import (
+    CheckpointHook,
+    EarlyStopHook,
+    EMAHook,
+    GradientClipHook,
+    MetricsHook,
+    MixedPrecisionHook,
+    ProgressHook,
+    SpikeHook,
+)
+from tests.training.hooks.runs import batches, network, strategy
+
+EVERY_HOOK = {value for value in vars(hooks).values() if inspect.isclass(value) and issubclass(value, Hook)}
+
+#: hook -> the hook lists (of a folder) with which a run must resume bit for bit
+CASES = {
+    CheckpointHook: [lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)]],
+    EMAHook: [
+        lambda folder: [EMAHook(0.9)],
+        lambda folder: [EMAHook(0.99, bias_corrected=True), EMAHook(0.5, use_for_validation=False, name="fast")],
+    ],
+    EarlyStopHook: [lambda folder: [EarlyStopHook(patience=100, min_delta=1e-6)]],
+    GradientClipHook: [lambda folder: [GradientClipHook(0.1)]],
+    MetricsHook: [lambda folder: [MetricsHook(folder, Every(steps=4))]],
+    MixedPrecisionHook: [
+        lambda folder: [MixedPrecisionHook("bf16")],
+        lambda folder: [MixedPrecisionHook("fp16", init_scale=2.0**24, growth_interval=2)],
+    ],
+    ProgressHook: [lambda folder: [ProgressHook()]],
+    SpikeHook: [lambda folder: [SpikeHook(factor=1.2, window=6, max_consecutive=50)]],
+}
+
+
+def test_every_hook_is_here():
+    missing = sorted(hook.__name__ for hook in EVERY_HOOK - CASES.keys())
+    assert not missing, f"no resume test for {', '.join(missing)}: add an entry to CASES"
+
+
+def factory(make):
+    def build(folder):
+        config = OptimizerConfig(torch.optim.AdamW, {"lr": 1e-2}, torch.optim.lr_scheduler.StepLR, {"step_size": 4})
+        validation = ValidationConfig(validation_data=batches(2, seed=7), every_n_steps=3)
+        return strategy(network(), make(folder), optimizer_configs=config, validation_config=validation), batches(5)
+
+    return build
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=f"{hook.__name__}-{i}") for hook, makes in CASES.items() for i, make in enumerate(makes)]
+)
+def test_it_resumes(make, stop_at):
+    assert_resumes(factory(make), steps=12, stop_at=stop_at)
+
+
+def test_all_of_them_together_resume():
+    def everything(folder):
+        return [hook for makes in CASES.values() for hook in makes[0](folder)]
+
+    assert_resumes(factory(everything), steps=13, stop_at=7, overrun=3)
+
+
+def test_with_accumulation():
+    def build(folder):
+        return strategy(network(), [EMAHook(0.9), MetricsHook(folder, Every(steps=2))], accumulate=3), batches(7)
+
+    assert_resumes(build, steps=9, stop_at=4)

@@ -1,0 +1,221 @@
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from nvalchemi.errors import CheckpointError, ConfigError
+from nvalchemi.training import Every, OptimizerConfig, TrainingStage, ValidationConfig, layout, on
+from nvalchemi.training.hooks import CheckpointHook, EarlyStopHook, EMAHook
+from tests.training.hooks.runs import batches, network, strategy
+
+
+def names(folder):
+    return [c.path.name for c in layout.list_checkpoints(folder)]
+
+
+def read(path, *keys):
+    state = torch.load(path / "shared.pt", weights_only=True)
+    for key in keys:
+        state = state[key]
+    return state
+
+
+def test_by_steps_and_at_the_end(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path, Every(steps=3), keep_last=None)], num_steps=7).run(batches())
+    assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000007"]
+
+
+def test_by_epochs(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path, Every(epochs=2), keep_last=None)], num_epochs=4).run(batches())
+    assert names(tmp_path) == ["step-00000008", "step-00000016"]
+
+
+def test_the_end_is_saved_once_and_not_again_by_a_resume_of_a_finished_run(tmp_path):
+    for _ in range(3):
+        strategy(network(), [CheckpointHook(tmp_path, Every(steps=3))], num_steps=6, resume_from="latest").run(batches())
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
+
+
+def test_the_last_few_are_kept(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path, Every(steps=1), keep_last=2)], num_steps=6).run(batches())
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+def test_a_skipped_step_is_not_saved_twice(tmp_path):
+    @on(TrainingStage.GRADIENTS_READY)
+    def skip(ctx):
+        if ctx.progress.step == 2 and ctx.progress.skipped < 3:
+            ctx.skip_step("for the test")
+
+    strategy(network(), [CheckpointHook(tmp_path, Every(steps=2), keep_last=None), skip]).run(batches())
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_micro_batches_are_not_steps(tmp_path):
+    hook = CheckpointHook(tmp_path, Every(steps=2), keep_last=None)
+    strategy(network(), [hook], accumulate=2, num_steps=4).run(batches(8))
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_b58_it_sees_every_other_hooks_last_state_wherever_it_stands(tmp_path, first):
+    values = itertools.count(1)
+
+    @on(TrainingStage.VALIDATED)
+    def worse_and_worse(ctx):
+        ctx.validation = {"loss": float(next(values))}
+
+    hooks = [EMAHook(0.9), EarlyStopHook(patience=100)]
+    hooks.insert(first, CheckpointHook(tmp_path, Every(steps=2), keep_last=None))
+    config = ValidationConfig(validation_data=batches(1), every_n_steps=2)
+    strategy(network(), [worse_and_worse, *hooks], validation_config=config, num_steps=4).run(batches())
+    for n, path in enumerate(sorted(tmp_path.glob("step-*")), 1):
+        assert read(path, "hooks", "ema", "count") == read(path, "progress", "step") == 2 * n
+        assert read(path, "hooks", "early_stop", "bad") == n - 1
+        assert layout.read(path).metric("loss") == float(n)
+
+
+def consumed(folder, epochs, stop_at=None, workers=0, **kwargs):
+    """The indices of the samples trained on, in order."""
+    x = torch.arange(20, dtype=torch.float32).reshape(20, 1).repeat(1, 3)
+    loader = DataLoader(TensorDataset(x, torch.zeros(20, 1)), batch_size=2, shuffle=True, num_workers=workers)
+    indices = []
+
+    @on(TrainingStage.STEP_END)
+    def note(ctx):
+        indices.extend(ctx.batch[0][:, 0].long().tolist())
+        if ctx.progress.step == stop_at:
+            ctx.stop("for the test")
+
+    hook = CheckpointHook(folder, Every(steps=100))
+    strategy(network(), [hook, note], num_epochs=epochs, resume_from="latest", **kwargs).run(loader)
+    return indices
+
+
+def test_b60_a_resume_goes_on_in_the_same_order(tmp_path):
+    whole = consumed(tmp_path / "whole", 3)
+    assert all(sorted(whole[i : i + 20]) == list(range(20)) for i in (0, 20, 40))
+    assert whole[:20] != whole[20:40] != whole[40:]
+    torch.manual_seed(5)
+    first = consumed(tmp_path / "broken", 3, stop_at=14)  # after four batches of the second epoch
+    torch.manual_seed(6)
+    second = consumed(tmp_path / "broken", 3)
+    assert first + second == whole
+
+
+def rates(folder, steps, horizon=10, stop_at=None):
+    seen = []
+
+    @on(TrainingStage.STEP_START)
+    def note(ctx):
+        seen.append(ctx.optimizers["model"].param_groups[0]["lr"])
+
+    @on(TrainingStage.STEP_END)
+    def stop(ctx):
+        if ctx.progress.step == stop_at:
+            ctx.stop("for the test")
+
+    config = OptimizerConfig(torch.optim.SGD, {"lr": 1.0}, torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": horizon})
+    hooks = [CheckpointHook(folder, Every(steps=100)), note, stop]
+    strategy(network(), hooks, optimizer_configs=config, num_steps=steps, resume_from="latest").run(batches())
+    return seen
+
+
+def test_b66_the_total_is_the_total_and_the_curve_the_same(tmp_path):
+    whole = rates(tmp_path / "whole", 10)
+    first = rates(tmp_path / "broken", 10, stop_at=6)
+    assert first == whole[:6]
+    rest = rates(tmp_path / "broken", 10)
+    assert len(rest) == 4 and rest == whole[6:]
+
+
+def test_b66_a_longer_run_takes_the_steps_that_are_left_on_the_schedule_that_the_code_declares(tmp_path):
+    rates(tmp_path, 10, stop_at=6)
+    rest = rates(tmp_path, 20, horizon=20)
+    assert len(rest) == 14
+
+
+def scored(folder, scores, **kwargs):
+    left = iter(scores)
+
+    @on(TrainingStage.VALIDATED)
+    def pretend(ctx):
+        ctx.validation = {"loss": next(left)}
+
+    config = ValidationConfig(validation_data=batches(1), every_n_steps=1)
+    hook = CheckpointHook(folder, Every(steps=1), keep_last=1, **kwargs)
+    return strategy(network(), [pretend, hook], validation_config=config, resume_from="latest", num_steps=0)
+
+
+def run_scored(folder, scores, steps, **kwargs):
+    from dataclasses import replace
+
+    replace(scored(folder, scores, **kwargs), num_steps=steps).run(batches())
+    return {c.step: c.metric("loss") for c in layout.list_checkpoints(folder)}
+
+
+def test_b68_the_best_stay_the_best_over_a_resume(tmp_path):
+    assert run_scored(tmp_path, [0.5, 0.4], 2, keep_best=2) == {1: 0.5, 2: 0.4}
+    assert run_scored(tmp_path, [0.9], 3, keep_best=2) == {1: 0.5, 2: 0.4, 3: 0.9}
+    assert run_scored(tmp_path, [0.45], 4, keep_best=2) == {2: 0.4, 4: 0.45}
+    assert layout.best(tmp_path, "loss").step == 2
+
+
+def test_one_validation_makes_one_checkpoint_the_best(tmp_path):
+    left = iter([0.5, 0.4, 0.9])
+
+    @on(TrainingStage.VALIDATED)
+    def pretend(ctx):
+        ctx.validation = {"loss": next(left)}
+
+    config = ValidationConfig(validation_data=batches(1), every_n_steps=2)
+    hook = CheckpointHook(tmp_path, Every(steps=1), keep_last=1, keep_best=2)
+    strategy(network(), [pretend, hook], validation_config=config, num_steps=6).run(batches())
+    assert {c.step: c.metric("loss") for c in layout.list_checkpoints(tmp_path)} == {2: 0.5, 4: 0.4, 6: 0.9}
+
+
+def test_more_may_be_better(tmp_path):
+    assert run_scored(tmp_path, [0.5, 0.9, 0.4, 0.3], 4, keep_best=1, mode="max") == {2: 0.9, 4: 0.3}
+
+
+def test_the_last_validation_counts_for_the_last_checkpoint(tmp_path):
+    """A validation at the very end comes after the step's save: the end is saved with it."""
+    config = ValidationConfig(validation_data=batches(1), every_n_steps=4)
+    hook = CheckpointHook(tmp_path, Every(steps=3), keep_last=None)
+    ctx = strategy(network(), [hook], validation_config=config, num_steps=6).run(batches())
+    saved = layout.latest(tmp_path)
+    assert saved.step == 6 and saved.manifest["metrics"] == ctx.validation
+
+
+def test_a_metric_that_there_is_not(tmp_path):
+    with pytest.raises(ConfigError, match=r"forces_mae.*loss"):
+        run_scored(tmp_path, [0.5], 1, keep_best=1, metric="forces_mae")
+
+
+def test_another_runs_checkpoints_are_neither_mixed_nor_deleted(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path, Every(steps=2))]).run(batches())
+    before = names(tmp_path)
+    with pytest.raises(ConfigError, match=r"another run.*step-00000004.*resume_from="):
+        strategy(network(), [CheckpointHook(tmp_path, Every(steps=1), keep_last=1)]).run(batches())
+    assert names(tmp_path) == before
+
+
+def test_latest_where_all_are_damaged_does_not_start_over_them(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path, Every(steps=4))]).run(batches())
+    for path in tmp_path.glob("step-*/shared.pt"):
+        path.write_bytes(b"")
+    with pytest.raises((ConfigError, CheckpointError)):
+        strategy(network(), [CheckpointHook(tmp_path, Every(steps=4))], resume_from="latest").run(batches())
+
+
+@pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_best": 0}, {"mode": "least"}])
+def test_impossible_settings(tmp_path, settings):
+    with pytest.raises(ConfigError, match="keep_last"):
+        CheckpointHook(tmp_path, Every(steps=1), **settings)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        strategy(network(), [CheckpointHook(tmp_path / "file" / "runs", Every(steps=1))]).run(batches())
