@@ -1,0 +1,19 @@
+"""Energies: the facade, interatomic potentials, and how models are built from plain data."""
+
+from nvalchemi.models.build import build_model, build_net, register_model, register_net
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.mlp import MLPEnergy
+from nvalchemi.models.painn import PaiNN
+from nvalchemi.models.potential import InteratomicPotential, PotentialNet
+
+__all__ = [
+    "EnergyModel",
+    "InteratomicPotential",
+    "MLPEnergy",
+    "PaiNN",
+    "PotentialNet",
+    "build_model",
+    "build_net",
+    "register_model",
+    "register_net",
+]

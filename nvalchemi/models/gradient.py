@@ -1,0 +1,64 @@
+"""The gradient of an energy with respect to its input: the only caller of ``torch.autograd.grad`` in the package.
+
+Two traps are closed here, once for scores and forces alike.
+
+- A gradient does not depend on a constant in the energy, so a network's output bias gets no gradient from it. Under
+  ``DistributedDataParallel`` such a parameter makes the next forward raise. Zero times the energy, added where the graph is kept,
+  gives every parameter of the energy a gradient.
+- Validation runs under ``torch.no_grad`` or ``torch.inference_mode``, and a force needs the graph of the energy all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False) -> Tensor:
+    """Give the gradient of the summed energy with respect to ``inputs``.
+
+    Parameters
+    ----------
+    energy
+        One energy a sample, (B,), computed from ``inputs`` while these required a gradient.
+    inputs
+        Any shape.
+    create_graph
+        Keep the graph, so that the gradient can be differentiated again, to any order.
+
+    Returns
+    -------
+    Tensor
+        Of the shape of ``inputs``; zeros where the energy does not depend on them.
+    """
+    total = energy.sum()
+    if not total.requires_grad:
+        return torch.zeros_like(inputs)
+    (gradient,) = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
+    if create_graph:
+        gradient = gradient + (0.0 * total).to(gradient.dtype)
+    return gradient
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Let graphs be built inside, whatever the mode outside (``no_grad`` or ``inference_mode``)."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    else:
+        with torch.enable_grad():
+            yield
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where it was made under ``inference_mode`` and so cannot enter a graph."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """The tensor cut from its history, requiring a gradient."""
+    return plain(tensor).detach().requires_grad_()
