@@ -224,7 +224,7 @@ def _one_batch(
     # Our own model makes gradients for forces wherever it is called; anything else may need them switched on.
     with torch.set_grad_enabled(custom or not isinstance(alone, EnergyModel)):
         if objective is not None and objective.training_fn is not None:
-            predictions: Mapping[str, Tensor] = objective.predict(model, batch)
+            predictions: Mapping[str, Any] = objective.predict(model, batch)
         else:
             predictions = default_training_fn(model, batch, requires)
         loss = None if objective is None else objective.loss_fn(predictions, batch, step).detached()

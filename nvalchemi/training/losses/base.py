@@ -159,10 +159,10 @@ class Term(Loss):
                 needed="equal shapes",
             )
         absent = self._absent(label, batch)
-        # Where there is no label the prediction itself stands in: the difference is zero there and so is the gradient, whereas a
-        # NaN that is masked after a square root or a power is a NaN in the gradient. The graph knows nothing of the mask.
+        # Masked before the penalty: a NaN that is masked after a square root or a power is a NaN in the gradient. A prediction may be
+        # NaN where there is no label, as the stress of a structure that repeats nowhere is.
         mask = absent[..., None] if self.per_row else absent
-        difference = self.scaled(prediction - torch.where(mask, prediction.detach(), label), batch)
+        difference = self.scaled((prediction - label).masked_fill(mask, 0.0), batch)
         return self.penalty(difference), absent
 
     def _label(self, batch: Any) -> Tensor:

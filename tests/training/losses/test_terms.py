@@ -130,6 +130,22 @@ def test_a_non_finite_prediction_stays_non_finite(term):
 
 
 @every_term
+def test_a_prediction_may_be_nan_where_there_is_no_label(term):
+    label = next(iter(term.labels))
+    batch = make_batch(lacking={label: [1]})
+    predictions = make_predictions(batch)
+    expected = term(predictions, batch).total
+    rows = batch.batch_idx == 1 if label == "forces" else torch.arange(4) == 1
+    leaf = predictions[label].detach().clone()
+    leaf[rows] = float("nan")
+    predictions[label] = leaf.requires_grad_()
+    total = term(predictions, batch).total
+    torch.testing.assert_close(total, expected)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    assert gradient.isfinite().all() and (gradient[rows] == 0).all()
+
+
+@every_term
 def test_counts_come_from_the_batch_alone(term):
     batch = make_batch(lacking={"stress": [0], "energy": [2], "forces": [1]})
     loss = term(make_predictions(batch), batch)
