@@ -47,6 +47,12 @@ def command(
     trust_units: Annotated[
         bool, typer.Option("--trust-units", help="Go on although the numbers contradict the units.", rich_help_panel=_UNITS)
     ] = False,
+    mask_fixed: Annotated[
+        bool,
+        typer.Option(
+            "--mask-fixed", help="Zero forces of atoms held by a constraint are absent, not labels.", rich_help_panel=_KEYS
+        ),
+    ] = False,
     select: Annotated[
         str | None, typer.Option(help="START:STOP:STEP of the frames of each file.", rich_help_panel=_STORE)
     ] = None,
@@ -87,6 +93,7 @@ def command(
             append=append,
             overwrite=overwrite,
             unlabelled="keep" if allow_unlabelled else "skip" if skip_unlabelled else "refuse",
+            mask_fixed=mask_fixed,
             trust_units=trust_units,
             progress=progress,
         )

@@ -41,7 +41,7 @@ class Summary:
         self._seen: set[int] = set()
 
     @classmethod
-    def of(cls, reader: Reader, *, batch_size: int = 1024, progress: Callable[[int], None] | None = None) -> Summary:
+    def of(cls, reader: Reader, *, batch_size: int = 256, progress: Callable[[int], None] | None = None) -> Summary:
         """The summary of all that a reader holds; ``progress`` is called with the number of structures read so far."""
         summary = cls()
         for start in range(0, len(reader), batch_size):

@@ -12,7 +12,7 @@ from nvalchemi.data.convert.labels import LabelReader, StressSign
 from nvalchemi.data.convert.pipeline import Conversion, FileReport, Unlabelled
 from nvalchemi.data.convert.plausible import Finding
 from nvalchemi.data.units import Units
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, DataError
 
 __all__ = ["Conversion", "FileReport", "Finding", "convert"]
 
@@ -34,6 +34,7 @@ def convert(
     append: bool = False,
     overwrite: bool = False,
     unlabelled: Unlabelled = "refuse",
+    mask_fixed: bool = False,
     trust_units: bool = False,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Conversion:
@@ -61,6 +62,8 @@ def convert(
         What to do if the store exists; it is an error without one of them.
     unlabelled
         ``"refuse"`` frames without any label, ``"keep"`` or ``"skip"`` them.
+    mask_fixed
+        Take forces that are exactly zero on atoms held by a constraint for absent (NaN), not for labels.
     trust_units
         Go on although the numbers contradict the units.
     progress
@@ -96,13 +99,17 @@ def convert(
     keys = {"energy": energy_key, "forces": forces_key, "stress": stress_key, "virial": virial_key}
     conversion = Conversion(
         inputs=[Path(path) for path in inputs],
-        labels=LabelReader({label: key for label, key in keys.items() if key is not None}, Units.parse(units), stress_sign),
+        labels=LabelReader(
+            {label: key for label, key in keys.items() if key is not None}, Units.parse(units), stress_sign, mask_fixed
+        ),
         select=Selection.parse(select),
         dtype=_DTYPES[dtype],
         unlabelled=unlabelled,
         trust_units=trust_units,
         progress=progress,
     )
+    if output.exists() and not (append or overwrite):
+        raise DataError(f"{output} exists", fix="--append adds to it, --overwrite replaces it; or write elsewhere")
     # what earlier conversions appended to the store stays on record
     earlier = AtomicDataZarrReader(output).metadata.get("conversions", []) if append and output.exists() else []
     writer = AtomicDataZarrWriter(

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from nvalchemi.data.convert.frames import Frame, FrameSource, Selection
 from nvalchemi.data.convert.from_ase import frame_from_atoms
-from nvalchemi.errors import DataError
 
 
 class AseDbSource(FrameSource):
@@ -33,10 +32,7 @@ class AseDbSource(FrameSource):
     def _connect(self):  # type: ignore[no-untyped-def]  # ase.db has no types
         from ase.db import connect
 
-        try:
-            return connect(self.path, append=True, use_lock_file=False, type="db")
-        except Exception as error:
-            raise DataError(f"{self.name} cannot be opened as an ASE database: {error}") from error
+        return connect(self.path, append=True, use_lock_file=False, type="db")
 
 
 class AseTrajSource(FrameSource):
@@ -60,7 +56,4 @@ class AseTrajSource(FrameSource):
     def _open(self):  # type: ignore[no-untyped-def]  # ase.io.trajectory has no types
         from ase.io.trajectory import TrajectoryReader
 
-        try:
-            return TrajectoryReader(str(self.path))
-        except Exception as error:
-            raise DataError(f"{self.name} cannot be opened as an ASE trajectory: {error}") from error
+        return TrajectoryReader(str(self.path))

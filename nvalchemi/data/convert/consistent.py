@@ -89,7 +89,7 @@ class ConsistencyCheck:
             fractions = np.linalg.lstsq(cell.T, moves.T, rcond=None)[0].T
             moves = moves - (np.round(fractions) * pbc) @ cell
         if np.sqrt(np.square(moves).sum(1).mean()) < _MOVE:
-            self.work.add(-0.5 * float(((before["forces"] + labels["forces"]) * moves).sum()), change)
+            self.work.add(_work(before, labels, moves), change)
 
     def _add_strain(
         self,
@@ -110,7 +110,7 @@ class ConsistencyCheck:
         if np.sqrt(np.square(moves).sum(1).mean()) > _MOVE:
             return
         if "forces" in before and "forces" in labels:
-            change += 0.5 * float(((before["forces"] + labels["forces"]) * moves).sum())
+            change -= _work(before, labels, moves)
         elif np.abs(moves).max() > 0.01:
             return
         volumes = abs(np.linalg.det(old_cell)), abs(np.linalg.det(new_cell))
@@ -176,3 +176,8 @@ class ConsistencyCheck:
                 "stress",
             )
         ]
+
+
+def _work(before: dict[str, Any], after: dict[str, Any], moves: np.ndarray) -> float:
+    """Minus the work of the mean force: the change of the energy. Forces that are not known are those of fixed atoms."""
+    return -0.5 * float(np.nansum((before["forces"] + after["forces"]) * moves))

@@ -25,6 +25,8 @@ class Frame:
         Lattice vectors as rows, or None; periodicity (3,) bool.
     system, atom
         Everything else by its key: values of the whole structure, and arrays whose first axis runs over atoms.
+    fixed
+        (n,) bool: atoms that a constraint held in place, where the file says so.
     """
 
     numbers: np.ndarray
@@ -33,6 +35,7 @@ class Frame:
     pbc: np.ndarray = field(default_factory=lambda: np.zeros(3, dtype=bool))
     system: dict[str, Any] = field(default_factory=dict)
     atom: dict[str, np.ndarray] = field(default_factory=dict)
+    fixed: np.ndarray | None = None
 
 
 class FrameSource(ABC):
@@ -70,9 +73,35 @@ class FrameSource(ABC):
     def frames(self, select: Selection) -> Iterator[tuple[int, Frame]]:
         """Index in the file and frame of every selected frame, one at a time."""
 
+    def read(self, select: Selection) -> Iterator[tuple[int, Frame]]:
+        """``frames``, where whatever a damaged file makes its library raise becomes a DataError that names the file."""
+        last = None
+        try:
+            for last, frame in self.frames(select):
+                yield last, frame
+        except DataError:
+            raise
+        except Exception as error:
+            where = "" if last is None else f" after frame {last}"
+            raise DataError(f"{self.name} cannot be read{where} as {self.format}: {_words(error)}") from error
+
+    def count(self) -> int | None:
+        """``total``, with errors likewise."""
+        try:
+            return self.total()
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self.name} cannot be read as {self.format}: {_words(error)}") from error
+
     def broken(self, index: int, reason: object) -> DataError:
         """The error for a frame that cannot be read."""
-        return DataError(f"{self.name}: frame {index} cannot be read: {reason}")
+        return DataError(f"{self.name}: frame {index} cannot be read: {_words(reason)}")
+
+
+def _words(reason: object) -> str:
+    """An error's text, or its kind where it has none."""
+    return str(reason) or type(reason).__name__
 
 
 @dataclass(frozen=True)

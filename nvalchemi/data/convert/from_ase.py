@@ -27,6 +27,7 @@ def frame_from_atoms(atoms: Any, extra: Mapping[str, Any] | None = None) -> Fram
         cell=cell if cell.any() else None,
         pbc=np.asarray(atoms.pbc, dtype=bool),
     )
+    frame.fixed = _fixed(atoms)
     results = dict(atoms.calc.results) if atoms.calc is not None else {}
     stress = results.get("stress")
     if stress is not None and np.shape(stress) == (6,):
@@ -40,6 +41,17 @@ def frame_from_atoms(atoms: Any, extra: Mapping[str, Any] | None = None) -> Fram
             by_atom = prefix == "array:" or (prefix == "" and _is_per_atom(key, value, len(atoms)))
             (frame.atom if by_atom else frame.system)[name] = value
     return frame
+
+
+def _fixed(atoms: Any) -> np.ndarray | None:
+    """Atoms that ``FixAtoms`` holds; other constraints leave an atom some freedom."""
+    from ase.constraints import FixAtoms
+
+    fixed = np.zeros(len(atoms), dtype=bool)
+    for constraint in atoms.constraints:
+        if isinstance(constraint, FixAtoms):
+            fixed[constraint.index] = True
+    return fixed if fixed.any() else None
 
 
 def _is_per_atom(key: str, value: Any, atoms: int) -> bool:

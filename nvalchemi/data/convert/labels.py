@@ -61,16 +61,20 @@ class LabelReader:
         The units that the labels are written in.
     stress_sign
         What a positive stress (or virial) means. None: tension for a stress, as ASE has it, compression for a virial.
+    mask_fixed
+        Take the forces of fixed atoms that are exactly zero for absent (NaN): codes set them, nobody computed them.
     """
 
     asked: Mapping[str, str]
     units: Units
     stress_sign: StressSign | None = None
+    mask_fixed: bool = False
     used: dict[str, Counter[str]] = field(default_factory=lambda: {label: Counter() for label in LABELS})
     left: dict[str, dict[str, KeyUse]] = field(default_factory=lambda: {label: {} for label in LABELS})
     missing: Counter[str] = field(default_factory=Counter)
     keys: dict[str, tuple[str, int]] = field(default_factory=dict)
     declared: dict[str, str] = field(default_factory=dict)
+    zeroed: int = 0
 
     def read(self, frame: Frame, standard: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """The labels of a frame in eV and Å: ``energy``, ``forces``, ``stress``, as far as they are there.
@@ -130,11 +134,18 @@ class LabelReader:
         if label == "energy":
             return float(array.reshape(()))
         if label == "forces":
-            return array
+            return self._without_zeroed(array, frame)
         array = full_stress(array) if array.size == 6 else array.reshape(3, 3)
         if self.positive(label) == "compression":
             array = -array
         return array / _volume(frame, key, self.units) if label == "virial" else array
+
+    def _without_zeroed(self, forces: np.ndarray, frame: Frame) -> np.ndarray:
+        if frame.fixed is None or not forces.any():
+            return forces
+        zeroed = frame.fixed & ~forces.any(axis=1)
+        self.zeroed += int(zeroed.sum())
+        return np.where(zeroed[:, None], np.nan, forces) if self.mask_fixed else forces
 
     # -- remembering -------------------------------------------------------------------------------------------------
 
@@ -156,7 +167,9 @@ class LabelReader:
                 use.frames += 1
                 if label in ("energy", "forces") and label in labels:
                     other = np.asarray(value, dtype=np.float64) * self.units[label].factor
-                    gap = float(np.abs(other - labels[label]).max()) / (len(frame.numbers) if label == "energy" else 1)
+                    gap = float(np.nanmax(np.abs(other - labels[label]), initial=0.0)) / (
+                        len(frame.numbers) if label == "energy" else 1
+                    )
                     use.difference = max(use.difference or 0.0, gap)
 
     def _check_declared(self, frame: Frame) -> None:

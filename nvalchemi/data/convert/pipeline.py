@@ -92,13 +92,13 @@ class Conversion:
         """The structures in batches; ends in an error rather than after the last batch if a check fails."""
         sources = [open_source(path) for path in self.inputs]
         self._standard = [keys for source in sources for keys in source.standard.values()]
-        totals = [source.total() for source in sources]
+        totals = [source.count() for source in sources]
         known = None if None in totals else sum(len(self.select.indices(total)) for total in totals if total is not None)
         rows: list[AtomicData] = []
         for source, total in zip(sources, totals, strict=True):
             report = FileReport(source.name, source.format, total)
             self.files.append(report)
-            for index, frame in source.frames(self.select):
+            for index, frame in source.read(self.select):
                 with _located(source, index):
                     data = self._structure(frame, source, report, index)
                 if data is not None:
@@ -186,6 +186,12 @@ class Conversion:
         if self.labels.declared:
             said = ", ".join(f"{key}={value}" for key, value in self.labels.declared.items())
             self.findings.append(Finding("fine", f"the file itself declares {said}"))
+        if self.labels.zeroed:
+            text = f"the forces of {self.labels.zeroed:,} atoms that a constraint held are exactly zero: set, not computed"
+            was = "and were left out" if self.labels.mask_fixed else "and will be trained on"
+            self.findings.append(
+                Finding("fine" if self.labels.mask_fixed else "doubtful", f"{text}, {was}", "--mask-fixed takes them for absent")
+            )
         for finding in self.findings:
             if finding.level == "certain" and not self.trust_units:
                 raise DataError(finding.text, fix=f"{finding.fix}; or --trust-units if you know better")

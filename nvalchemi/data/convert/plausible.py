@@ -68,8 +68,8 @@ class PlausibilityCheck:
             self._add_energy(numbers, energy)
         for name, sums in self.squares.items():
             if (value := labels.get(name)) is not None:
-                sums[0] += float(np.square(value).sum())
-                sums[1] += value.size
+                sums[0] += float(np.nansum(np.square(value)))
+                sums[1] += int(np.isfinite(value).sum())
 
     def _add_energy(self, numbers: np.ndarray, energy: float) -> None:
         bound = float(_THOMAS_FERMI[numbers].sum())
