@@ -50,6 +50,9 @@ class BaseDataset(ABC):
         Check that the positions (of dense data, all floating numbers) of every batch are finite, and name the sample where not.
     """
 
+    #: Whether a batch costs less to make than to hand over from another thread. A loader on the CPU then makes it when it is asked for.
+    immediate: bool = False
+
     def __init__(
         self,
         name: str,

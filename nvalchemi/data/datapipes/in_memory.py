@@ -75,6 +75,11 @@ class InMemoryDataset(BaseDataset):
         return self._resident.length
 
     @property
+    def immediate(self) -> bool:  # type: ignore[override]
+        """True unless transforms are left to be done to each batch."""
+        return not self.transforms
+
+    @property
     def field_names(self) -> tuple[str, ...]:
         return self._resident.field_names
 
@@ -131,13 +136,13 @@ class _Structures:
         edge_offsets = None
         if self.edge:
             edge_offsets = self._take_edges(idx, offsets, fields)
-        present = {field: torch.from_numpy(mask.take(idx)) for field, mask in self.present.items()} if self.present else {}
+        masks = {field: mask.take(idx) for field, mask in self.present.items()}
         batch = Batch(
             {field: fields[field] for field in self.field_names},
             self.levels,
             torch.from_numpy(offsets),
             edge_offsets,
-            present,
+            {field: torch.from_numpy(mask) for field, mask in masks.items() if not mask.all()},
             torch.from_numpy(idx),
             None,
             self.names,

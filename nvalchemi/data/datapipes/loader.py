@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,7 +41,7 @@ class DataLoader:
     """Batches of a data set, on the data set's device.
 
     The order depends on ``(seed, epoch)`` alone, and any batch of it is sought by index (`iter_from`): nothing is read again on resuming.
-    Every iterator has a thread of its own that keeps up to ``prefetch_factor`` batches ready; it ends with the iterator, at an early
+    Every iterator has a thread of its own (but see ``prefetch_factor``) that keeps up to ``prefetch_factor`` batches ready; it ends with the iterator, at an early
     ``break`` too. An error of the thread is raised where the batch is asked for.
 
     Parameters
@@ -59,7 +59,8 @@ class DataLoader:
     batch_sampler
         In place of ``batch_size``, ``shuffle``, ``drop_last`` and ``sampler``: anything that gives lists of indices.
     prefetch_factor
-        Batches kept ready; 0 makes each when it is asked for, in the caller's thread.
+        Batches kept ready; 0 makes each when it is asked for, in the caller's thread. So is done in any case on the CPU with an
+        `InMemoryDataset` without random transforms: cutting out a batch costs less than the switch between threads.
     pin_memory
         Make batches in page-locked memory, so that copies to a GPU overlap its work. Does nothing where there is no accelerator.
     seed
@@ -116,6 +117,7 @@ class DataLoader:
         self.dataset, self.batch_sampler = dataset, batch_sampler
         self.prefetch_factor, self.pin_memory, self.seed = prefetch_factor, pin_memory, seed
         self.batch_transforms = tuple(batch_transforms)
+        self.shuffle = shuffle
         self.epoch = 0
 
     @property
@@ -153,7 +155,9 @@ class DataLoader:
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
+        if not isinstance(self.batch_sampler, Sized):
+            raise ConfigError(f"{type(self.batch_sampler).__name__} does not say how many batches there are", needed="__len__")
+        return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the order, and to the random numbers of transforms, of ``epoch``. Iterators already begun keep theirs."""
@@ -169,12 +173,16 @@ class DataLoader:
         The iterator has ``close()``, which ends its thread; leaving it to the garbage collector does the same.
         """
         batches = self._batches(seek(self.batch_sampler, batch), self.epoch, batch)
-        if not self.prefetch_factor:
+        if not self.prefetch_factor or self._immediate():
             return self._delivered(batches)
         if self.device.type != "cuda":
             return Prefetcher(self._delivered(batches), self.prefetch_factor)
         side = SideStream(self.device)
         return Received(Prefetcher(map(side.send, batches), self.prefetch_factor), side)
+
+    def _immediate(self) -> bool:
+        """Whether reading ahead would cost more than it hides: the two threads share one interpreter lock, and a switch takes longer."""
+        return getattr(self.dataset, "immediate", False) and self.device.type == "cpu" and not self.batch_transforms
 
     def _delivered(self, batches: Iterator[Samples]) -> Iterator[Samples]:
         if self.device.type == "cpu":

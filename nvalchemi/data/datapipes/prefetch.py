@@ -51,7 +51,7 @@ class _Channel(Generic[T]):
         """Say that nothing more will come, and why if it is an error."""
         with self.not_empty:
             self.error, self.ended = error, True
-            self.not_empty.notify()
+            self.not_empty.notify_all()
 
     def take(self) -> T:
         """Next item; StopIteration after the last, or the producer's error once."""
@@ -76,8 +76,8 @@ class _Channel(Generic[T]):
         with self.not_full:
             self.closed = True
             self.items.clear()
-            self.not_full.notify()
-            self.not_empty.notify()
+            self.not_full.notify_all()
+            self.not_empty.notify_all()
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()

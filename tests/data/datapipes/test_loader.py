@@ -23,6 +23,7 @@ from nvalchemi.data.datapipes import (
     InMemoryDataset,
     RandomSampler,
 )
+from nvalchemi.data.datapipes.prefetch import Prefetcher
 from nvalchemi.data.datapipes.transfer import pinned, tensors_of
 from nvalchemi.data.transforms import NeighborList, Transform
 from nvalchemi.errors import ConfigError, DataError
@@ -34,9 +35,15 @@ def data() -> list[AtomicData]:
     return [structure(seed, 1 + seed % 7, frozenset({"energy", "forces"})) for seed in range(50)]
 
 
+class Resident(InMemoryDataset):
+    """Resident, but read ahead in a thread as a store is."""
+
+    immediate = False
+
+
 @pytest.fixture(scope="module")
 def dataset(data: list[AtomicData]) -> InMemoryDataset:
-    return InMemoryDataset(data)
+    return Resident(data)
 
 
 def order(batches: object) -> list[list[int]]:
@@ -177,7 +184,7 @@ def test_batch_transforms(dataset: InMemoryDataset) -> None:
 # -- the thread ------------------------------------------------------------------------------------------------------------------------
 
 
-class Failing(InMemoryDataset):
+class Failing(Resident):
     """Breaks at sample 30."""
 
     def read_many(self, indices, *, epoch=0, stream=0):
@@ -211,10 +218,22 @@ def test_leaving_early_ends_the_thread(dataset: InMemoryDataset) -> None:
     assert threads() == before
 
 
+def test_a_thread_is_used_where_it_helps(data: list[AtomicData]) -> None:
+    def threaded(loader: DataLoader) -> bool:
+        return isinstance(iter(loader), Prefetcher)
+
+    assert not threaded(DataLoader(InMemoryDataset(data)))
+    assert threaded(DataLoader(InMemoryDataset(data), batch_transforms=[NeighborList(3.0)]))
+    assert threaded(DataLoader(InMemoryDataset(data, transforms=[lambda d: d])))
+    assert threaded(DataLoader(InMemoryDataset(data, device="meta")))
+    assert not threaded(DataLoader(InMemoryDataset(data, transforms=[lambda d: d]), prefetch_factor=0))
+    assert order(DataLoader(InMemoryDataset(data), 8, shuffle=True)) == order(DataLoader(Resident(data), 8, shuffle=True))
+
+
 def test_no_batch_outlives_its_use(dataset: InMemoryDataset) -> None:
     import weakref
 
-    class Tracked(InMemoryDataset):
+    class Tracked(Resident):
         alive: weakref.WeakSet = weakref.WeakSet()
 
         def read_many(self, indices, *, epoch=0, stream=0):
