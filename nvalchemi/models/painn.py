@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from nvalchemi.errors import ConfigError
+from nvalchemi.models.painn_function import EnergyAndGradient
+from nvalchemi.models.painn_layer import NORM_EPS
 from nvalchemi.models.potential import PotentialNet
 from nvalchemi.models.references import MAX_Z, atomic_number
-
-NORM_EPS = 1e-8
-"""Added under the root of a vector feature's norm, whose derivatives are finite then where the vector vanishes."""
 
 
 class PaiNN(PotentialNet):
@@ -40,6 +39,8 @@ class PaiNN(PotentialNet):
     n_rbf
         How many radial functions, ``sin(n pi r / cutoff) / r`` times a cosine cutoff.
     """
+
+    gives_gradient = True
 
     def __init__(
         self,
@@ -73,9 +74,13 @@ class PaiNN(PotentialNet):
         )
         self.readout = PaiNNReadout(n_features)
 
-    def forward(self, atomic_numbers: Tensor, vectors: Tensor, edge_index: Tensor) -> Tensor:
-        """Per-atom energies (N,); see `PotentialNet.forward`."""
+    def forward(  # type: ignore[override]
+        self, atomic_numbers: Tensor, vectors: Tensor, edge_index: Tensor, gradient: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Per-atom energies (N,), and with ``gradient`` also that of their sum (E, 3); see `PotentialNet`."""
         rows, kind = self.atoms(atomic_numbers)
+        if gradient:
+            return EnergyAndGradient.apply(self.cutoff, rows, kind, vectors, edge_index, self.wave, *self.parameters())
         radial, direction = self.edge_basis(vectors)
         scalars = self.embedding.index_select(0, rows)
         vector: Tensor | None = None
