@@ -28,6 +28,7 @@ ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = 2**64 - 1
 _30, _27, _31, _32 = (np.uint64(s) for s in (30, 27, 31, 32))
 
 
@@ -43,13 +44,21 @@ def splitmix64(key: np.uint64, counter: NDArray[np.uint64]) -> NDArray[np.uint64
     return z
 
 
-def seed_words(seed: int | Sequence[int]) -> list[int]:
-    """Seeds of any size and sign as 32-bit words for ``numpy.random.SeedSequence``.
+def derived_keys(seed: int | Sequence[int], count: int) -> NDArray[np.uint64]:
+    """Unrelated 64-bit keys for one integer seed or several, of any size and sign: (count,).
 
-    Two words each, always: the sequence itself takes naturals only, and joins seeds of different widths ambiguously.
+    The seeds go one by one through SplitMix64's mixing, whose stream from there on gives the keys.
     """
-    seeds = seed if isinstance(seed, Sequence) else [seed]
-    return [half for word in seeds for half in (int(word) & 0xFFFFFFFF, int(word) >> 32 & 0xFFFFFFFF)]
+    state = 0
+    for word in seed if isinstance(seed, Sequence) else [seed]:
+        state = _mixed((state + int(_GOLDEN)) & _MASK ^ int(word) & _MASK)
+    return splitmix64(np.uint64(state), np.arange(1, count + 1, dtype=np.uint64))
+
+
+def _mixed(z: int) -> int:
+    z = (z ^ z >> 30) * int(_MIX_1) & _MASK
+    z = (z ^ z >> 27) * int(_MIX_2) & _MASK
+    return z ^ z >> 31
 
 
 class Permutation:
@@ -73,7 +82,7 @@ class Permutation:
         if not 0 <= n <= 2**62:
             raise ConfigError("a permutation has from 0 to 2**62 elements", found=n)
         self.n = n
-        self._keys = np.random.SeedSequence(seed_words(seed)).generate_state(ROUNDS, np.uint64)
+        self._keys = derived_keys(seed, ROUNDS)
         self._table: NDArray[np.int64] | None = None
         if n <= table_length:
             draws = splitmix64(self._keys[0], np.arange(n, dtype=np.uint64))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nvalchemi.data.batch import Batch
-from nvalchemi.data.datapipes.permutation import seed_words, splitmix64
+from nvalchemi.data.datapipes.permutation import derived_keys, splitmix64
 from nvalchemi.data.fields import Level, missing_value
 from nvalchemi.data.transforms import NeighborList, Transform, apply
 from nvalchemi.errors import DataError
@@ -83,7 +83,7 @@ def transformed(samples: Samples, transforms: Transforms, idx: NDArray[np.int64]
 
 def sample_seeds(idx: NDArray[np.int64], key: tuple[int, ...]) -> list[int]:
     """One 64-bit seed a sample: unrelated between samples and keys, and the same wherever and whenever it is computed."""
-    (start,) = np.random.SeedSequence(seed_words(key)).generate_state(1, np.uint64)
+    (start,) = derived_keys(key, 1)
     return splitmix64(start, idx.astype(np.uint64)).tolist()
 
 
