@@ -1,0 +1,106 @@
+"""``nvalchemi evaluate DIR STORE``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nvalchemi.cli.console import err, out
+from nvalchemi.cli.run_dir import RunDir
+
+#: metric of ``nvalchemi.training.evaluate`` -> unit in the report, a thousandth of the metric's own
+UNITS = {"energy": "meV", "energy_per_atom": "meV", "forces": "meV_per_A", "stress": "meV_per_A3"}
+
+
+def command(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    store: Annotated[Path, typer.Argument(help="A store with labels that the run did not see.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the trained weights rather than their average (EMA).")] = False,
+    checkpoint: Annotated[str, typer.Option("--checkpoint", help="best, last, or the path of a checkpoint.")] = "best",
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=1, help="Structures at a time.")] = None,
+) -> None:
+    """Measure the errors of a trained model on a store."""
+    run = RunDir.existing(run_dir)
+    report = measure(run, store, raw=raw, checkpoint=checkpoint, batch_size=batch_size)
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+    else:
+        print_report(report)
+
+
+def measure(
+    run: RunDir, store: Path, *, raw: bool = False, checkpoint: str = "best", batch_size: int | None = None
+) -> dict[str, Any]:
+    """The errors on a store; they and the predictions are also written into the run's ``evaluation`` folder."""
+    from nvalchemi.cli.parity import Parity
+    from nvalchemi.cli.progress import counting
+    from nvalchemi.cli.recipe import make_dataset
+    from nvalchemi.cli.trained import load_trained
+    from nvalchemi.data.datapipes import DataLoader
+    from nvalchemi.distributed import single_process
+    from nvalchemi.training import evaluate
+
+    config = run.config()
+    trained = load_trained(run, raw=raw, which=checkpoint)
+    manager = single_process()
+    config.data.in_memory = False  # each structure is read once
+    dataset = make_dataset(config, str(store), manager.device)
+    loader = DataLoader(dataset, batch_size=batch_size or config.data.validation_batch_size)
+    parity = Parity()
+    done = 0
+    with counting(err(), "evaluating") as progress:
+
+        def note(batch: Any, predictions: Any, loss: Any) -> None:
+            nonlocal done
+            parity(batch, predictions, loss)
+            done += batch.num_graphs
+            progress(done, len(dataset))
+
+        metrics = evaluate(trained.model.to(manager.device), loader, manager=manager, batch_callback=note)
+    report: dict[str, Any] = {
+        **in_milli(metrics),
+        "n": int(metrics["n"]),
+        "n_atoms": int(dataset.num_atoms.sum()),
+        "weights": trained.weights,
+        "checkpoint": str(trained.checkpoint),
+        "step": trained.step,
+        "store": str(store),
+    }
+    name = store.name.removesuffix(".zarr") or "store"
+    parity.save(run.evaluation / f"{name}.npz")
+    (run.evaluation / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def in_milli(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Errors in thousandths of eV, under names that say so: ``"forces_mae_meV_per_A"``."""
+    kinds = [(name, kind) for name in UNITS for kind in ("mae", "rmse")]
+    return {
+        f"{name}_{kind}_{UNITS[name]}": 1000 * metrics[f"{name}_{kind}"] for name, kind in kinds if f"{name}_{kind}" in metrics
+    }
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """The errors as a small table."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "MAE", "RMSE", ""):
+        table.add_column(column, justify="left" if column == "" else "right")
+    words = {"energy": "energy", "energy_per_atom": "energy per atom", "forces": "force component", "stress": "stress component"}
+    for name, unit in UNITS.items():
+        key = f"{name}_mae_{unit}"
+        if key in report:
+            mae, rmse = report[key], report[f"{name}_rmse_{unit}"]
+            table.add_row(
+                words[name], f"{mae:.3g}", f"{rmse:.3g}", unit.replace("_per_", "/").replace("A3", "Å³").replace("A", "Å")
+            )
+    console = out()
+    console.print(table)
+    weights = "averaged weights (EMA)" if report["weights"] == "ema" else "weights as trained"
+    console.print(f"{report['n']} structures of {report['store']}; {weights} of step {report['step']}", soft_wrap=True)

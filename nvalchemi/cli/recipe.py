@@ -1,0 +1,219 @@
+"""From a checked configuration to data, model, loss and strategy."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvalchemi.cli.config import TermSection, TrainConfig
+from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.data.datapipes import AtomicDataZarrReader, DataLoader, Dataset, InMemoryDataset
+from nvalchemi.data.transforms import NeighborList
+from nvalchemi.distributed import single_process
+from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN, build_model, build_net
+from nvalchemi.training import Every, OptimizerConfig, TrainContext, TrainingStrategy, ValidationConfig
+from nvalchemi.training import losses as terms
+from nvalchemi.training.hook import Hook
+from nvalchemi.training.hooks import (
+    CheckpointHook,
+    EarlyStopHook,
+    EMAHook,
+    GradientClipHook,
+    MetricsHook,
+    MixedPrecisionHook,
+    ProgressHook,
+    SpikeHook,
+)
+from nvalchemi.training.hooks.signals import StopOnSignalHook
+from nvalchemi.training.hooks.time_budget import TimeBudgetHook
+from nvalchemi.training.schedules import Shape
+
+_LOSSES: dict[str, dict[str, Callable[..., terms.Loss]]] = {
+    "energy": {"mse": terms.EnergyMSELoss, "mae": terms.EnergyMAELoss, "huber": terms.EnergyHuberLoss},
+    "forces": {
+        "mse": terms.ForceMSELoss,
+        "mae": terms.ForceMAELoss,
+        "huber": terms.ForceHuberLoss,
+        "l2norm": terms.ForceL2NormLoss,
+    },
+    "stress": {"mse": terms.StressMSELoss, "mae": terms.StressMAELoss, "huber": terms.StressHuberLoss},
+}
+
+
+def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainContext:
+    """Train in a run folder; with ``resume``, go on from its latest checkpoint."""
+    torch.manual_seed(config.training.seed)
+    manager = single_process()
+    training = make_dataset(config, config.data.train, manager.device)
+    validation = None if config.data.validation is None else make_dataset(config, config.data.validation, manager.device)
+    model = build_model(run.model_config()) if resume else make_model(config, training)
+    loader = DataLoader(
+        training,
+        batch_size=config.data.batch_size,
+        shuffle=True,
+        drop_last=config.data.drop_last,
+        prefetch_factor=config.data.prefetch_factor,
+        pin_memory=manager.device.type == "cuda",
+        seed=config.training.seed,
+    )
+    strategy = make_strategy(config, run, model, loader, validation, manager, resume=resume)
+    run.write_config(config)
+    if not resume:
+        run.write_model_config(model.config())
+    return strategy.run(loader)
+
+
+def make_dataset(config: TrainConfig, store: str, device: torch.device) -> Dataset | InMemoryDataset:
+    """A store with neighbour lists, resident or read as needed."""
+    kind = InMemoryDataset if config.data.in_memory else Dataset
+    dtype = getattr(torch, config.data.dtype)
+    transforms = [NeighborList(config.model.cutoff)]
+    return kind(AtomicDataZarrReader(store), device, transforms, dtype=dtype, seed=config.training.seed)
+
+
+def make_model(config: TrainConfig, training: Dataset | InMemoryDataset) -> InteratomicPotential:
+    """A new potential, with reference energies and the force scale of the training data."""
+    section = config.model
+    settings = dict(section.net)
+    if section.name == "painn":
+        check_names("model.net of painn", settings, PaiNN)
+        settings.setdefault("elements", elements(training))
+    net = build_net({"net": section.name, "cutoff": section.cutoff, **settings})
+    model = InteratomicPotential(net, cutoff=section.cutoff)
+    if isinstance(section.reference_energies, dict):
+        model.set_reference_energies(section.reference_energies)
+    elif section.reference_energies == "fit":
+        model.fit_reference_energies(training)
+    if isinstance(section.energy_scale, float):
+        model.set_energy_scale(section.energy_scale)
+    elif "forces" in training.field_names:
+        model.fit_energy_scale(training)
+    return model
+
+
+def elements(dataset: Dataset | InMemoryDataset) -> list[int]:
+    """The atomic numbers that occur in a data set."""
+    found: set[int] = set()
+    for start in range(0, len(dataset), 4096):
+        batch = dataset.read_many(range(start, min(start + 4096, len(dataset))))
+        found.update(batch.atomic_numbers.unique().tolist())
+    return sorted(found)
+
+
+def make_loss(config: TrainConfig) -> terms.ComposedLoss:
+    """The sum of the configured terms."""
+    sections = {"energy": config.loss.energy, "forces": config.loss.forces, "stress": config.loss.stress}
+    return terms.ComposedLoss([(s.weight, _term(key, s)) for key, s in sections.items() if s is not None])
+
+
+def _term(key: str, section: TermSection) -> terms.Loss:
+    settings = section.model_dump(exclude={"kind", "weight"}, exclude_none=True)
+    return _LOSSES[key][section.kind](**settings)
+
+
+def make_optimizer(config: TrainConfig, total_steps: int | None) -> OptimizerConfig:
+    """The optimizer, and its schedule where the run's length in steps is all there is to it."""
+    section = config.optimizer
+    kind = getattr(torch.optim, section.name)
+    settings = {"lr": section.lr, "weight_decay": section.weight_decay, **section.options}
+    check_names(f"optimizer.options of {section.name}", section.options, kind)
+    if config.training.max_time is not None or total_steps is None:  # the time budget sets the rate
+        return OptimizerConfig(kind, settings)
+    shape = make_shape(config)
+    return OptimizerConfig(kind, settings, torch.optim.lr_scheduler.LambdaLR, {"lr_lambda": shape.over_steps(total_steps)})
+
+
+def make_shape(config: TrainConfig) -> Shape:
+    """The learning rate over the run."""
+    return Shape(**config.schedule.model_dump())
+
+
+def make_strategy(
+    config: TrainConfig,
+    run: RunDir,
+    model: EnergyModel,
+    loader: DataLoader,
+    validation: Dataset | InMemoryDataset | None,
+    manager: Any,
+    *,
+    resume: bool,
+) -> TrainingStrategy:
+    """The strategy with all its hooks."""
+    section = config.training
+    steps = total_steps(config, len(loader))
+    return TrainingStrategy(
+        models=model,
+        optimizer_configs=make_optimizer(config, steps),
+        loss_fn=make_loss(config),
+        num_epochs=section.epochs,
+        num_steps=section.steps,
+        accumulate=section.accumulate,
+        seed=section.seed,
+        distributed_manager=manager,
+        validation_config=None if validation is None else make_validation(config, validation),
+        hooks=make_hooks(config, run, steps, validated=validation is not None),
+        resume_from=run.checkpoints if resume else None,
+    )
+
+
+def total_steps(config: TrainConfig, batches: int) -> int | None:
+    """Optimizer steps after which the run ends, ``None`` where only the time ends it."""
+    section = config.training
+    by_epochs = None if section.epochs is None else section.epochs * -(-batches // section.accumulate)
+    return min((n for n in (section.steps, by_epochs) if n is not None), default=None)
+
+
+def make_validation(config: TrainConfig, validation: Dataset | InMemoryDataset) -> ValidationConfig:
+    """When to validate, and on what."""
+    loader = DataLoader(validation, batch_size=config.data.validation_batch_size)
+    section = config.validation
+    return ValidationConfig(validation_data=loader, every_n_epochs=section.every_n_epochs, every_n_steps=section.every_n_steps)
+
+
+def make_hooks(config: TrainConfig, run: RunDir, steps: int | None, *, validated: bool) -> list[Hook]:
+    """The hooks that the configuration asks for."""
+    section, saving = config.training, config.checkpoint
+    hooks: list[Hook] = [StopOnSignalHook(), SpikeHook(section.spike_factor)]
+    if section.mixed_precision is not None:
+        hooks.append(MixedPrecisionHook({"bf16": torch.bfloat16, "fp16": torch.float16}[section.mixed_precision]))
+    if section.clip_norm is not None:
+        hooks.append(GradientClipHook(section.clip_norm))
+    if section.max_time is not None:
+        hooks.append(TimeBudgetHook(section.max_time, make_shape(config), steps))
+    if section.ema_decay is not None:
+        hooks.append(EMAHook(section.ema_decay))
+    if section.early_stop is not None:
+        hooks.append(EarlyStopHook(**section.early_stop.model_dump()))
+    hooks += [ProgressHook(section.max_time), MetricsHook(run.path, Every(steps=config.report_every_n_steps))]
+    often = saving if saving.every_n_epochs or saving.every_n_steps else config.validation
+    every = Every(steps=often.every_n_steps) if often.every_n_steps else Every(epochs=often.every_n_epochs or 1)
+    keep_best = saving.keep_best if validated else None
+    hooks.append(CheckpointHook(run.checkpoints, every, keep_last=saving.keep_last, keep_best=keep_best, metric=saving.metric))
+    return hooks
+
+
+def check_names(what: str, given: dict[str, Any], target: Any) -> None:
+    """Refuse settings that ``target`` does not take, naming the nearest that it does."""
+    known = [p.name for p in inspect.signature(target).parameters.values() if p.name not in ("self", "params")]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            raise ConfigError(
+                f"{what} has an unknown setting",
+                found=f"{name}={given[name]!r}",
+                needed=f"{' or '.join(near)}" if near else f"one of {', '.join(known)}",
+            )
+
+
+def absolute(config: TrainConfig) -> TrainConfig:
+    """The configuration with the stores' whole paths: a run can then be resumed from another folder."""
+    data = config.data
+    where = {"train": data.train, "validation": data.validation}
+    paths = {key: str(Path(path).absolute()) for key, path in where.items() if path is not None and "://" not in path}
+    return config.model_copy(update={"data": data.model_copy(update=paths)})

@@ -1,0 +1,68 @@
+"""``nvalchemi train CONFIG --run-dir DIR``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from nvalchemi.cli.config import load_config
+from nvalchemi.cli.console import err
+from nvalchemi.cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from nvalchemi.training import TrainContext
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A YAML file; examples/configs has some.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings in place of the file's, such as optimizer.lr=1e-3."),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="The folder of the run: made where there is none.")] = Path("run"),
+    max_time: Annotated[
+        str | None,
+        typer.Option("--max-time", help="Train for so long (90s, 10m, 1h30m): the run and its learning rate end together."),
+    ] = None,
+) -> None:
+    """Train a potential as a YAML file says."""
+    given = list(overrides or [])
+    if max_time is not None:
+        given.append(f"training.max_time={max_time}")
+    checked = load_config(config, given)
+    run = RunDir.new(run_dir)
+
+    from nvalchemi.cli import recipe  # torch comes in here: a mistake above is told at once
+
+    tell_outcome(recipe.train(recipe.absolute(checked), run), run)
+
+
+def tell_outcome(ctx: TrainContext, run: RunDir) -> None:
+    """Say what the run reached and what can be done next."""
+    console = err()
+    lines = [f"{ctx.progress.step:,} steps, {ctx.progress.epoch:,} epochs, {ctx.progress.samples:,} structures"]
+    if ctx.validation is not None:
+        lines.append(f"validation: {in_words(ctx.validation)}")
+    lines.append(f"the run is in {run.path}; next: nvalchemi evaluate {run.path} STORE, nvalchemi plot {run.path}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def in_words(metrics: Mapping[str, float]) -> str:
+    """Errors in meV and Å."""
+    words = []
+    if "energy_mae" in metrics:
+        words.append(f"energy MAE {_milli(metrics['energy_mae'])} meV ({_milli(metrics['energy_per_atom_mae'])} meV/atom)")
+    if "forces_mae" in metrics:
+        words.append(f"force MAE {_milli(metrics['forces_mae'])} meV/Å")
+    if "stress_mae" in metrics:
+        words.append(f"stress MAE {_milli(metrics['stress_mae'])} meV/Å³")
+    return ", ".join(words) or f"loss {metrics['loss']:.4g}"
+
+
+def _milli(value: float) -> str:
+    return f"{1000 * value:.0f}" if value > 1 else f"{1000 * value:.3g}"

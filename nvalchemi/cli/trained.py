@@ -1,0 +1,80 @@
+"""The model that a run ended with, or was best with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.errors import CheckpointError, ConfigError
+from nvalchemi.models import EnergyModel, build_model
+from nvalchemi.training import checkpoint, layout
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with weights, and where these came from.
+
+    Parameters
+    ----------
+    model
+        In evaluation mode.
+    weights
+        ``"ema"`` for the averaged, ``"raw"`` for the trained weights as they are.
+    checkpoint
+        Of which the weights are.
+    step
+        Optimizer steps taken up to there.
+    """
+
+    model: EnergyModel
+    weights: str
+    checkpoint: Path
+    step: int
+
+
+def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trained:
+    """The model of a run.
+
+    Parameters
+    ----------
+    run
+        Its folder.
+    raw
+        Take the weights as they were trained, although averaged ones are there.
+    which
+        ``"best"`` by the run's own metric (the last where no checkpoint has it), ``"last"``, or the path of a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        Where there is nothing whole to load.
+    """
+    saved = find(run, which)
+    shared = checkpoint.read_file(saved, layout.SHARED)
+    states: dict[str, Any] = shared["models"]
+    weights = "raw"
+    if not raw and "ema" in shared["hooks"]:
+        states, weights = shared["hooks"]["ema"]["models"], "ema"
+    model = build_model(run.model_config())
+    try:
+        model.load_state_dict(states["model"])
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the weights in {saved.path} do not fit the model in {run.model_file}", found=str(error)[:300]
+        ) from None
+    return Trained(model.eval(), weights, saved.path, saved.step)
+
+
+def find(run: RunDir, which: str) -> layout.SavedCheckpoint:
+    """The checkpoint that ``which`` means."""
+    if which not in ("best", "last"):
+        return checkpoint.at_path(Path(which))
+    if not run.checkpoints.is_dir():
+        raise ConfigError(f"{run.path} has no checkpoints yet", fix="wait for the first one, or train for longer")
+    if which == "best":
+        best = layout.best(run.checkpoints, run.config().checkpoint.metric)
+        if best is not None:
+            return best
+    return checkpoint.at_path(run.checkpoints)

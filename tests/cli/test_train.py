@@ -1,0 +1,181 @@
+"""train, resume, evaluate and plot, one after the other, on a store of copper."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from nvalchemi.cli import app
+from nvalchemi.cli.config import load_config
+from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.cli.trained import load_trained
+from tests.cli.stores import make_stores
+
+runner = CliRunner()
+
+
+def call(*words, code=0):
+    result = runner.invoke(app, [str(w) for w in words])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_stores(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """A finished run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        call("train", "config.yaml", "--run-dir", "done")
+    return folder / "done"
+
+
+def test_what_a_run_leaves(trained):
+    run = RunDir.existing(trained)
+    config = run.config()
+    assert config.training.steps == 6 and config.data.train == str(trained.parent / "train.zarr")
+    kinds = [(r["kind"], r["step"]) for r in run.records()]
+    assert [k for k in kinds if k[0] == "train"] == [("train", s) for s in range(1, 7)]
+    assert ("validation", 3) in kinds and ("validation", 6) in kinds
+    assert {"loss", "loss/energy", "loss/forces", "lr", "samples_per_s", "time", "epoch"} <= run.records()[0].keys()
+    assert run.model_config()["reference_energies"].keys() == {"Cu"}
+
+
+def test_a_second_run_does_not_overwrite_the_first(trained):
+    result = call("train", "config.yaml", "--run-dir", trained, code=2)
+    assert "holds a run already" in result.stderr and "nvalchemi resume" in result.stderr
+
+
+def test_evaluate(trained):
+    report = json.loads(call("evaluate", trained, "test.zarr", "--json").stdout)
+    assert (report["n"], report["n_atoms"], report["weights"], report["step"]) == (4, 16, "ema", 6)
+    with np.load(trained / "evaluation" / "test.npz") as data:
+        force = data["forces"] - data["forces_label"]
+        energy = data["energy"] - data["energy_label"]
+    assert report["forces_mae_meV_per_A"] == pytest.approx(1000 * np.abs(force).mean())
+    assert report["forces_rmse_meV_per_A"] == pytest.approx(1000 * np.sqrt((force**2).mean()))
+    assert report["energy_mae_meV"] == pytest.approx(1000 * np.abs(energy).mean())
+    assert report["energy_per_atom_mae_meV"] == pytest.approx(1000 * np.abs(energy / 4).mean())
+    assert report["stress_mae_meV_per_A3"] > 0
+    assert json.loads((trained / "evaluation" / "test.json").read_text()) == report
+
+
+def test_evaluate_other_weights(trained):
+    averaged = json.loads(call("evaluate", trained, "test.zarr", "--json").stdout)
+    raw = json.loads(call("evaluate", trained, "test.zarr", "--json", "--raw", "--checkpoint", "last").stdout)
+    assert raw["weights"] == "raw" and raw["forces_mae_meV_per_A"] != averaged["forces_mae_meV_per_A"]
+    table = call("evaluate", trained, "test.zarr").stdout
+    assert "force component" in table and "meV/Å" in table and "averaged weights" in table
+
+
+def test_the_validation_at_the_end_is_what_evaluate_finds(trained):
+    last = RunDir(trained).records()[-1]
+    last = [r for r in RunDir(trained).records() if r["kind"] == "validation"][-1]
+    report = json.loads(call("evaluate", trained, "valid.zarr", "--json", "--checkpoint", "last").stdout)
+    assert report["forces_mae_meV_per_A"] == pytest.approx(1000 * last["forces_mae"], rel=1e-5)
+
+
+def test_plot(trained):
+    call("evaluate", trained, "test.zarr", "--json")
+    names = [line.rsplit("/", 1)[1] for line in call("plot", trained).stdout.split()]
+    assert names == ["loss.png", "errors.png", "learning_rate.png", "parity_energy.png", "parity_forces.png"]
+    for name in names:
+        assert (trained / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_a_store_that_was_not_evaluated(trained):
+    assert "was not evaluated" in call("plot", trained, "--evaluation", "other", code=2).stderr
+
+
+def test_resumed_in_two_sittings_is_bitwise_one_run(folder):
+    call("train", "config.yaml", "--run-dir", "whole", "training.steps=10")
+    call("train", "config.yaml", "--run-dir", "parts", "training.steps=4")
+    call("resume", "parts", "training.steps=10")
+    whole, parts = (RunDir(folder / name) for name in ("whole", "parts"))
+    for raw in (True, False):
+        a, b = (load_trained(run, raw=raw, which="last").model.state_dict() for run in (whole, parts))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) for k in a if isinstance(a[k], torch.Tensor))
+    records = [[(r["step"], r["loss"]) for r in run.records() if r["kind"] == "train"] for run in (whole, parts)]
+    assert records[0] == records[1]
+    assert parts.config().training.steps == 10
+
+
+def test_a_run_ends_with_its_time(folder):
+    call("train", "config.yaml", "--run-dir", "timed", "--max-time", "2s", "training.steps=null", "schedule.kind=linear")
+    records = RunDir(folder / "timed").records()
+    rates = [r["lr"] for r in records if r["kind"] == "train"]
+    assert rates == sorted(rates, reverse=True) and rates[-1] < 0.05 * rates[0]
+    steps = records[-1]["step"]
+    result = call("resume", "timed")
+    assert RunDir(folder / "timed").records()[-1]["step"] == steps  # nothing left
+    assert "time budget" in result.stderr
+    call("resume", "timed", "--max-time", "4s")
+    assert RunDir(folder / "timed").records()[-1]["step"] > steps
+
+
+def test_labels_that_the_data_lack(folder):
+    from nvalchemi.data.datapipes import AtomicDataZarrReader, AtomicDataZarrWriter
+
+    batch = AtomicDataZarrReader("train.zarr").read_many([0, 1, 2])
+    AtomicDataZarrWriter("energies.zarr").write(batch.replace(forces=None, stress=None))
+    result = call("train", "config.yaml", "--run-dir", "lacking", "data.train=energies.zarr", code=2)
+    assert "forces" in result.stderr and "Traceback" not in result.output
+    call("train", "config.yaml", "--run-dir", "lacking", "data.train=energies.zarr", "loss.forces=null", "training.steps=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "telling"),
+    [
+        (["train", "absent.yaml"], "there is no configuration absent.yaml"),
+        (["train", "config.yaml", "--max-time", "soon"], "'training.max_time' is 'soon'"),
+        (["train", "config.yaml", "optimizer.learning_rate=1"], "unknown key 'optimizer.learning_rate'"),
+        (["train", "config.yaml", "--run-dir", "x1", "data.train=absent.zarr"], "absent.zarr"),
+        (["train", "config.yaml", "--run-dir", "x2", "model.net.n_feature=8"], "n_features"),
+        (["train", "config.yaml", "--run-dir", "x3", "optimizer.options.beta=8"], "betas"),
+        (["train", "config.yaml", "--run-dir", "x4", "model.name=panin"], "painn"),
+        (["train", "config.yaml", "--run-dir", "config.yaml"], "is no folder"),
+        (["resume", "nowhere"], "nowhere is no run folder"),
+        (["evaluate", "train.zarr", "test.zarr"], "is no run folder"),
+        (["plot", "nowhere"], "is no run folder"),
+    ],
+)
+def test_errors_are_plain(words, telling):
+    result = call(*words, code=2)
+    assert telling in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_run_without_a_checkpoint_is_no_trained_model(folder):
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.yaml").write_text((folder / "config.yaml").read_text())
+    assert "no checkpoints yet" in call("evaluate", "empty", "test.zarr", code=2).stderr
+
+
+def test_the_example_configurations_are_valid():
+    from pathlib import Path
+
+    import nvalchemi
+
+    examples = Path(nvalchemi.__file__).parents[1] / "examples" / "configs"
+    found = sorted(examples.glob("*.yaml"))
+    assert found
+    for path in found:
+        load_config(path)
+        assert yaml.safe_load(path.read_text())
