@@ -89,6 +89,8 @@ def _blocks(order: Order, position: int, stop: int, unit: int) -> Iterator[NDArr
 class SequentialSampler(IndexSampler):
     """Samples in the order of the data set, the same in every epoch."""
 
+    shuffle = False
+
     def __init__(self, data_source: Sized | int) -> None:
         self.num_samples = _length(data_source)
 
@@ -101,6 +103,25 @@ class SequentialSampler(IndexSampler):
 
 def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
+
+
+class RandomSampler(IndexSampler):
+    """All samples once an epoch, in an order drawn from ``(seed, epoch)``: what ``DataLoader(shuffle=True)`` uses.
+
+    It knows of no ranks, so that a loader which has it is divided between them.
+    """
+
+    shuffle = True
+
+    def __init__(self, data_source: Sized | int, seed: int = 0) -> None:
+        self.num_samples = _length(data_source)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def epoch_order(self) -> Order:
+        return Permutation(self.num_samples, (self.seed, self.epoch))
 
 
 class DistributedSampler(IndexSampler):
@@ -157,13 +178,6 @@ class DistributedSampler(IndexSampler):
         length, stride, rank = self.dataset_length, self.num_replicas, self.rank
         permutation = Permutation(length, (self.seed, self.epoch)) if self.shuffle else _identity
         return lambda positions: permutation(positions if stride == 1 else (positions * stride + rank) % length)
-
-
-class RandomSampler(DistributedSampler):
-    """All samples once an epoch, in an order drawn from ``(seed, epoch)``: what ``DataLoader(shuffle=True)`` uses."""
-
-    def __init__(self, data_source: Sized | int, seed: int = 0) -> None:
-        super().__init__(data_source, seed=seed)
 
 
 class BatchSampler:

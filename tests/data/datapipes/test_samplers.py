@@ -98,7 +98,10 @@ def test_protocol_tells_distributed_samplers() -> None:
     assert isinstance(DistributedSampler(10, 2, 1), DistributedSamplerProtocol)
     assert isinstance(torch.utils.data.DistributedSampler(range(4), 2, 0), DistributedSamplerProtocol)
     assert not isinstance(torch.utils.data.SequentialSampler(range(4)), DistributedSamplerProtocol)
+    # These are what a loader makes by itself: they must be divided between ranks, not taken for divided.
     assert not isinstance(SequentialSampler(4), DistributedSamplerProtocol)
+    assert not isinstance(RandomSampler(4), DistributedSamplerProtocol)
+    assert list(DistributedSampler(100, seed=4)) == list(RandomSampler(100, seed=4))
 
 
 def test_foreign_samplers_are_sought_where_their_order_is_settled() -> None:
