@@ -29,9 +29,9 @@ from nvalchemi.training.hooks import (
     MixedPrecisionHook,
     ProgressHook,
     SpikeHook,
+    StopOnSignalHook,
+    TimeBudgetHook,
 )
-from nvalchemi.training.hooks.signals import StopOnSignalHook
-from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 from nvalchemi.training.schedules import Shape
 
 _LOSSES: dict[str, dict[str, Callable[..., terms.Loss]]] = {

@@ -7,7 +7,9 @@ from nvalchemi.training.hooks.ema import EMAHook, update_ema
 from nvalchemi.training.hooks.metrics import MetricsHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
 from nvalchemi.training.hooks.progress import ProgressHook
+from nvalchemi.training.hooks.signals import StopOnSignalHook
 from nvalchemi.training.hooks.spike import SpikeHook
+from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 
 __all__ = [
     "CheckpointHook",
@@ -18,5 +20,7 @@ __all__ = [
     "MixedPrecisionHook",
     "ProgressHook",
     "SpikeHook",
+    "StopOnSignalHook",
+    "TimeBudgetHook",
     "update_ema",
 ]
