@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
@@ -34,29 +35,43 @@ def check_available() -> None:
         )
 
 
-def draw(sample: Sample, processes: int = 1) -> Iterator[AtomicData]:
-    """Draw a sample's structures with their labels, each as soon as it is there.
+def draw(samples: Sequence[Sample], processes: int = 1) -> Generator[Iterator[AtomicData]]:
+    """Draw samples, each structure with its labels and as soon as it is there.
 
     Parameters
     ----------
-    sample
-        What to draw.
+    samples
+        What to draw, one after the other.
     processes
         Among how many labelling processes the molecules are divided; the structures are the same for any number, their order is not.
+
+    Yields
+    ------
+    Iterator of AtomicData
+        The structures of a sample; each has to be exhausted before the next sample is asked for.
 
     Raises
     ------
     DataError
         When a labelling process fails.
     """
-    shares = [replace(sample, molecules=sample.molecules[k::processes]) for k in range(processes)]
-    streams = [_structures({"sample": asdict(share)}) for share in shares if share.molecules]
-    while streams:
-        for stream in list(streams):
-            try:
-                yield next(stream)
-            except StopIteration:
-                streams.remove(stream)
+    shares = [[replace(sample, molecules=sample.molecules[k::processes]) for sample in samples] for k in range(processes)]
+    with ExitStack() as open_streams:
+        streams = [open_streams.enter_context(closing(_answers({"samples": [asdict(s) for s in share]}))) for share in shares]
+        for _ in samples:
+            yield _in_turn(streams)
+
+
+def _in_turn(streams: list[Generator[AtomicData | None]]) -> Iterator[AtomicData]:
+    """One structure of each stream in turn, up to the mark that ends a sample in all of them."""
+    going = list(streams)
+    while going:
+        for stream in list(going):
+            data = next(stream)
+            if data is None:
+                going.remove(stream)
+            else:
+                yield data
 
 
 def label(structures: list[Any]) -> list[AtomicData]:
@@ -68,11 +83,11 @@ def label(structures: list[Any]) -> list[AtomicData]:
         When the labelling process fails.
     """
     plain = [{"numbers": atoms.numbers.tolist(), "positions": atoms.positions.tolist()} for atoms in structures]
-    return list(_structures({"structures": plain}))
+    return [data for data in _answers({"structures": plain}) if data is not None]
 
 
-def _structures(request: dict[str, Any]) -> Iterator[AtomicData]:
-    """Ask the labelling process and hand on what it prints."""
+def _answers(request: dict[str, Any]) -> Generator[AtomicData | None]:
+    """Ask a labelling process and hand on what it prints: structures, and none for the mark at the end of a sample."""
     check_available()
     command = [sys.executable, "-m", "nvalchemi.demo.xtb"]
     # errors go to a file: a pipe that nobody reads could fill up and stop the process
@@ -92,7 +107,7 @@ def _structures(request: dict[str, Any]) -> Iterator[AtomicData]:
             process.stdin.close()
             for line in process.stdout:
                 answer = json.loads(line)
-                yield AtomicData(
+                yield answer and AtomicData(
                     positions=np.array(answer["positions"], dtype=np.float64),
                     atomic_numbers=np.array(answer["numbers"], dtype=np.int64),
                     energy=answer["energy"],

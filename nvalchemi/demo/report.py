@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+SHORT = 0.1
+"""Picoseconds below which a drift means nothing."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -91,11 +94,12 @@ def motion_sentence(motion: Motion, seen: bool) -> str:
     """The dynamics in words, with a verdict that its numbers give."""
     calm = max(1.0, 0.1 * motion.swing)
     steady = abs(motion.drift) * motion.picoseconds <= calm and motion.ripple <= max(1.0, 0.25 * motion.swing)
-    verdict = (
-        "the energy is kept"
-        if steady
-        else "the energy is not kept well: this model needs more training before it is used for dynamics"
-    )
+    if motion.picoseconds < SHORT:
+        verdict = "that is too short to tell whether the energy is kept"
+    elif steady:
+        verdict = "the energy is kept"
+    else:
+        verdict = "the energy is not kept well, and this model needs more training before it is used for dynamics"
     never = "" if seen else ", which it never saw"
     return (
         f"Let loose on {motion.molecule}{never}, for {motion.picoseconds:.2g} ps at constant energy: while {motion.swing:.1f} meV an atom went to and fro "

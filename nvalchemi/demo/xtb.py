@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nvalchemi.demo.dynamics import thermalise
@@ -82,7 +82,7 @@ def labelled(name: str, atoms: Any) -> dict[str, Any]:
     }
 
 
-def relabel(structures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def relabel(structures: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Label given structures."""
     from ase import Atoms
     from tblite.ase import TBLite
@@ -92,11 +92,17 @@ def relabel(structures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield labelled(structure.get("name", ""), atoms)
 
 
+def answers(request: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """Answer ``{"samples": [...]}``, with a mark after each sample, or ``{"structures": [...]}``."""
+    for sample in request.get("samples", ()):
+        yield from frames(Sample(**sample))
+        yield None
+    yield from relabel(request.get("structures", ()))
+
+
 def main() -> None:
-    """Answer one request: ``{"sample": {...}}`` or ``{"structures": [...]}``."""
-    request = json.load(sys.stdin)
-    answers = frames(Sample(**request["sample"])) if "sample" in request else relabel(request["structures"])
-    for answer in answers:
+    """Answer the request on standard input, one line an answer."""
+    for answer in answers(json.load(sys.stdin)):
         print(json.dumps(answer), flush=True)
 
 

@@ -14,9 +14,15 @@ pytest.importorskip("tblite")
 SMALL = Sample(molecules=("H2O", "NH3"), frames=2, temperature=300.0, seed=1, stride=2, warmup=2)
 
 
+def structures(sample, **settings):
+    """One sample as a list."""
+    [found] = [list(stream) for stream in labels.draw([sample], **settings)]
+    return found
+
+
 @pytest.fixture(scope="module")
 def drawn():
-    return list(labels.draw(SMALL))
+    return structures(SMALL)
 
 
 def test_structures_come_labelled(drawn):
@@ -29,7 +35,7 @@ def test_structures_come_labelled(drawn):
 
 
 def test_the_number_of_processes_changes_the_order_only(drawn):
-    again = list(labels.draw(SMALL, processes=2))
+    again = structures(SMALL, processes=2)
     assert sorted(float(data.energy) for data in again) == sorted(float(data.energy) for data in drawn)
     assert [data.num_atoms for data in again] == [3, 4, 3, 4]
 
@@ -43,13 +49,19 @@ def test_labels_can_be_made_again(drawn):
 
 def test_a_failing_process_is_told(monkeypatch):
     with pytest.raises(DataError, match="exit status"):
-        list(labels.draw(Sample(("no such molecule",), 1, 300.0, 0)))
+        structures(Sample(("no such molecule",), 1, 300.0, 0))
 
 
 def test_leaving_early_leaves_no_process(drawn):
-    stream = labels.draw(Sample(("CH4",), 100_000, 300.0, 0))
-    next(stream)
-    stream.close()
+    streams = labels.draw([Sample(("CH4",), 100_000, 300.0, 0)])
+    next(next(streams))
+    streams.close()
+
+
+def test_several_samples_come_one_after_the_other(drawn):
+    other = Sample(molecules=("CH4",), frames=3, temperature=300.0, seed=1, stride=1, warmup=1)
+    sizes = [[data.num_atoms for data in stream] for stream in labels.draw([SMALL, other], processes=2)]
+    assert sizes == [[3, 4, 3, 4], [5, 5, 5]]
 
 
 def test_without_tblite_the_error_says_how_to_get_it(monkeypatch):

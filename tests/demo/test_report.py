@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvalchemi.demo.report import Motion, Score, listed, motion_sentence, score_sentence, span, times_better
 
 
@@ -23,6 +25,7 @@ def test_a_dynamics_that_drifts_is_said_to():
     bad = Motion("acetone", 1.0, 25.0, 7.0, 8.0, 600.0)
     assert "energy is kept" in motion_sentence(good, seen=False)
     assert "not kept" in motion_sentence(bad, seen=False)
+    assert "too short" in motion_sentence(replace(bad, picoseconds=0.01), seen=False)
     assert "never saw" in motion_sentence(good, seen=False)
     assert "never saw" not in motion_sentence(good, seen=True)
 
