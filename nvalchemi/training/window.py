@@ -14,7 +14,7 @@ from nvalchemi.objective import LossPart
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
 
-FOLD = 32  # rows that are kept as they come before they are summed: adding a row costs a list append and no kernel
+FOLD = 64  # rows that are kept as they come before they are summed: adding a row costs a list append and no kernel
 
 Columns = dict[str, tuple[Tensor, Tensor]]
 
@@ -114,4 +114,6 @@ class Window:
 def _column(numbers: list[Any], device: torch.device) -> Tensor:
     if all(isinstance(n, Tensor) for n in numbers):
         return torch.stack(numbers).detach().double()
+    if not any(isinstance(n, Tensor) for n in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
     return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])

@@ -171,13 +171,15 @@ class Pace:
 
 
 def done_fraction(ctx: TrainContext) -> float | None:
-    """How much of the run is done by steps or epochs, whichever ends it first; ``None`` where that is not known."""
+    """How much of the run is done by steps, epochs or budget, whichever ends it first; ``None`` where that is not known."""
     parts: list[float] = []
     if ctx.num_steps:
         parts.append(ctx.progress.step / ctx.num_steps)
     if ctx.num_epochs:
         length = ctx.cursor.num_batches
         parts.append((ctx.progress.epoch + (ctx.progress.batch / length if length else 0.0)) / ctx.num_epochs)
+    if "budget_used" in ctx.metrics:  # a time budget, over all sittings
+        parts.append(float(ctx.metrics["budget_used"]))
     return max(parts) if parts else None
 
 

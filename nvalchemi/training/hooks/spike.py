@@ -100,15 +100,13 @@ class SpikeHook(Hook):
         self._skip(ctx, reason, losses)
 
     def _measure(self, ctx: TrainContext) -> tuple[float, bool]:
-        """The step's mean loss over all ranks, and whether the gradients are finite: one transfer."""
+        """The step's loss, averaged over the ranks, and whether the gradients are finite: one transfer."""
         assert ctx.loss is not None
-        samples = ctx.loss.samples
-        loss = ctx.loss.total.double() * samples
         gradients = ctx.update.gradients()
-        # Zero times the norms is zero or NaN: NaN on one rank, or in one tensor, is NaN in the sum.
-        check = torch.stack(torch._foreach_norm(gradients)).sum() * 0.0 if gradients else loss.new_zeros(())
-        total, bad, count = all_reduce(torch.stack((loss, check, loss.new_tensor(samples))), ctx.manager).tolist()
-        return total / max(count, 1.0), bad == 0.0
+        numbers = [ctx.loss.total, *(torch._foreach_norm(gradients) if gradients else ())]
+        # Summed over the ranks, what is not finite on one of them is not finite on all.
+        loss, *norms = all_reduce(torch.stack(numbers), ctx.manager).tolist()
+        return loss / ctx.manager.world_size, math.isfinite(sum(norms))
 
     def _skip(self, ctx: TrainContext, reason: str, losses: list[Tensor]) -> None:
         self.consecutive += 1

@@ -109,7 +109,7 @@ class Run:
     """As much of a run as a pace looks at."""
 
     def __init__(self, num_steps=None, num_epochs=None, num_batches=None):
-        self.num_steps, self.num_epochs = num_steps, num_epochs
+        self.num_steps, self.num_epochs, self.metrics = num_steps, num_epochs, {}
         self.progress = type("P", (), {"step": 0, "samples": 0, "epoch": 0, "batch": 0})()
         self.cursor = type("C", (), {"num_batches": num_batches})()
 
@@ -159,6 +159,8 @@ def test_how_much_is_done():
     assert done_fraction(run) == 1.5 / 4
     assert done_fraction(Run()) is None
     assert done_fraction(Run(num_epochs=2)) == 0.0
+    run.metrics["budget_used"] = 0.75
+    assert done_fraction(run) == 0.75
 
 
 def test_words():
