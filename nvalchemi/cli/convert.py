@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nvalchemi.cli.console import err, out
 from nvalchemi.cli.describe import print_summary, rows
@@ -15,6 +13,8 @@ from nvalchemi.cli.progress import counting
 from nvalchemi.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nvalchemi.data.convert import Conversion
     from nvalchemi.data.convert.labels import KeyUse
 
@@ -102,6 +102,8 @@ def command(
 
 def report(console: Console, conversion: Conversion, output: Path, *, appended: bool = False) -> None:
     """What was read, what it is, which keys it came from, and what the checks say."""
+    from rich.text import Text
+
     count = conversion.summary.structures
     console.print(Text.assemble((str(output), "bold green"), f": {count:,} structures {'added' if appended else 'written'}"))
     for file in conversion.files[:_FILES_SHOWN]:
@@ -126,6 +128,8 @@ def report(console: Console, conversion: Conversion, output: Path, *, appended: 
 
 
 def _print_labels(console: Console, conversion: Conversion) -> None:
+    from rich.text import Text
+
     labels, table = conversion.labels, rows()
     for label, keys in labels.used.items():
         for key, count in keys.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     from nvalchemi.data.summary import Summary
 
 _SYMBOLS_WITH_COUNTS = 10
@@ -16,6 +16,8 @@ _SYMBOLS_WITH_COUNTS = 10
 
 def rows() -> Table:
     """A borderless table of a name and what is said of it; long texts wrap under themselves."""
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True, min_width=10)
     table.add_column(overflow="fold")
@@ -24,6 +26,8 @@ def rows() -> Table:
 
 def print_summary(console: Console, summary: Summary) -> None:
     """Counts, elements, and the range of every label."""
+    from rich.text import Text
+
     data = summary.as_dict()
     sizes = data["atoms_per_structure"]
     each = (
@@ -55,6 +59,8 @@ def _share(count: int, total: int) -> str:
 
 
 def _field(name: str, field: dict[str, object] | None, total: int) -> str | Text:
+    from rich.text import Text
+
     if field is None or not field["structures"]:
         return Text("none", style="dim")
     count = field["structures"]

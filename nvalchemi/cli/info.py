@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from nvalchemi.cli.console import err, out
 from nvalchemi.cli.describe import print_summary, rows
 from nvalchemi.cli.progress import counting
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
@@ -21,6 +22,8 @@ def command(
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte first.")] = False,
 ) -> None:
     """Say what is in a store: counts, elements, energies, forces, labels."""
+    from rich.text import Text
+
     from nvalchemi.data.datapipes.zarr_reader import AtomicDataZarrReader
     from nvalchemi.data.summary import Summary
 
@@ -43,6 +46,8 @@ def command(
 
 def _print_origin(console: Console, conversion: dict[str, Any]) -> None:
     """Files, keys and units of one conversion, from the store's metadata."""
+    from rich.text import Text
+
     files = ", ".join(f"{file['name']} ({file['frames']:,} frames)" for file in conversion["files"])
     console.print(Text(f"  from {files}, by {conversion['created_by']}", style="dim"))
     table = rows()

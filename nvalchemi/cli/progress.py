@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn
 
 
 @contextmanager
 def counting(console: Console, verb: str) -> Iterator[Callable[[int, int | None], None]]:
     """Show how many structures are done; the value is a function of that number and the total, None if not known."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns: list[ProgressColumn] = [
         SpinnerColumn(),
         TextColumn("{task.description}"),

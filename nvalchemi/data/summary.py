@@ -80,7 +80,7 @@ class Summary:
         cells = batch.cell.numpy() if "cell" in batch else None
         offsets = batch.atom_offsets.tolist()
         for i, (start, stop) in enumerate(pairwise(offsets)):
-            cell = b"" if cells is None else cells[i].tobytes()
+            cell = cells[i].tobytes() if cells is not None and cells[i].any() else b""
             key = hash((positions[start:stop].tobytes(), numbers[start:stop].tobytes(), cell))
             if key in self._seen:
                 self.duplicates += 1
