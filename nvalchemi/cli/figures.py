@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import AutoMinorLocator, LogLocator
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # matplotlib makes folders and draws random numbers when imported: that waits until something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -137,12 +137,16 @@ def parity_figure(
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
     return path
 
 
 def _figure(columns: int) -> Figure:
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(5.4 * columns, 4.2), dpi=130, layout="constrained")
 
 
@@ -184,6 +188,8 @@ def _names(records: Records, prefix: str) -> list[str]:
 
 
 def _log_axis(axis: Axes, label: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()]
     if any((values > 0).any() for values in lines) and all((values > 0).all() for values in lines):
         axis.set_yscale("log")
@@ -197,6 +203,8 @@ def _log_axis(axis: Axes, label: str) -> None:
 
 
 def _dress(axis: Axes, x: str, y: str) -> None:
+    from matplotlib.ticker import AutoMinorLocator
+
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.set_axisbelow(True)

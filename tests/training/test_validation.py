@@ -29,6 +29,7 @@ from nvalchemi.training import (
     around,
     evaluate,
     on,
+    validation,
 )
 from nvalchemi.training.hooks import EMAHook
 from tests.training.losses.systems import make_batch
@@ -221,6 +222,34 @@ def test_nothing_to_validate_on():
 def test_configs_that_cannot_work(settings, words):
     with pytest.raises(ConfigError, match=words):
         ValidationConfig(**settings)
+
+
+def test_ranks_add_up_even_if_one_has_no_batch(batches, monkeypatch):
+    parts, whole = batches
+    model, loss_fn = Springs(), EnergyMSELoss() + 2.0 * ForceMSELoss()
+    ranks = []
+    for mine in (parts[:2], parts[2:], []):
+        totals = validation.Totals(torch.device("cpu"))
+        for batch in mine:
+            predictions = model.predict(batch, ("energy", "forces"))
+            totals.add_samples(len(batch))
+            totals.add_loss(loss_fn(predictions, batch).detached())
+            totals.add_errors({k: v.detach() for k, v in predictions.items()}, batch, {k: k for k in validation.OUTPUTS})
+        ranks.append(totals)
+    tables = []
+
+    def gather(value, manager):
+        return [(list(t.sums) if t.samples else ["samples"], t.weights) for t in ranks]
+
+    def all_reduce(table, manager):
+        tables.append(table)
+        return sum(tables)
+
+    expected = evaluate(model, parts, loss_fn, outputs=())
+    monkeypatch.setattr(validation, "gather", gather)
+    monkeypatch.setattr(validation, "all_reduce", all_reduce)
+    found = [totals.metrics(None) for totals in ranks[:2]] + [ranks[2].metrics(None)]
+    assert found[2] == pytest.approx(expected, rel=1e-12)
 
 
 # -- under a strategy ------------------------------------------------------------------------------------------------
