@@ -285,7 +285,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 
 def _length(data_source: Sized | int) -> int:
-    length = data_source if isinstance(data_source, int) else len(data_source)
+    length = int(data_source) if isinstance(data_source, int | np.integer) else len(data_source)
     if length < 0:
         raise ConfigError("a sampler needs a length", found=length, needed="0 or more")
     return length
