@@ -163,14 +163,15 @@ class PaiNNLayer(nn.Module):
         hidden = silu(torch.addmm(self.message_in_bias, scalars, self.message_in))
         passed = torch.baddbmm(self.message_out_bias, hidden.expand(len(self.message_out), n, width), self.message_out)
         filters = torch.matmul(radial, self.filters)
-        sent = passed[:2].index_select(1, senders) * filters[:2]
+        # Under autocast products of matrices are short; sums and norms are taken in the features' own precision.
+        sent = (passed[:2].index_select(1, senders) * filters[:2]).to(scalars.dtype)
         pulled = direction * sent[1]
         if vector is not None:
             pulled = pulled + (passed[2] * vector).index_select(1, senders) * filters[2]
         scalars = scalars.index_add(0, receivers, sent[0])
         vector = pulled.new_zeros(3, n, width).index_add(1, receivers, pulled) + (0.0 if vector is None else vector)
 
-        left, right = torch.matmul(vector, self.vector_left), torch.matmul(vector, self.vector_right)
+        left, right = (torch.matmul(vector, w).to(vector.dtype) for w in (self.vector_left, self.vector_right))
         norm = (right.square().sum(0) + NORM_EPS).sqrt()
         inner = (left * right).sum(0)
         hidden = silu(torch.addmm(self.mix_in_bias, torch.cat([scalars, norm], 1), self.mix_in))

@@ -245,7 +245,8 @@ class InteratomicPotential(EnergyModel):
     def _energy_and_gradient(self, batch: Batch, graph: bool) -> tuple[Tensor, Tensor, Edges]:
         """Energies (B,), their gradient with respect to the edges' vectors (E, 3), and the edges."""
         follows = graph and batch.positions.requires_grad
-        if self._gives_gradient and not follows:
+        # A derivative written by hand has one precision: under autocast the net's own operations are differentiated.
+        if self._gives_gradient and not follows and not torch.is_autocast_enabled(batch.positions.device.type):
             with torch.set_grad_enabled(graph):
                 edges = self._edges(batch)
                 atomic, gradient = self.net(batch.atomic_numbers, edges.vectors, edges.index, gradient=True)
