@@ -8,9 +8,7 @@ from nvalchemi.training.hooks.metrics import MetricsHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
 from nvalchemi.training.hooks.progress import ProgressHook
 from nvalchemi.training.hooks.signals import StopOnSignalHook
-from nvalchemi.training.hooks.signals import StopOnSignalHook
 from nvalchemi.training.hooks.spike import SpikeHook
-from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 
 __all__ = [
@@ -22,8 +20,6 @@ __all__ = [
     "MixedPrecisionHook",
     "ProgressHook",
     "SpikeHook",
-    "StopOnSignalHook",
-    "TimeBudgetHook",
     "StopOnSignalHook",
     "TimeBudgetHook",
     "update_ema",
