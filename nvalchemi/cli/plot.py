@@ -54,7 +54,7 @@ def draw_parity(run: RunDir, evaluation: str | None = None) -> list[Path]:
     if "energy" in arrays and len(arrays["energy"]):
         label, prediction, atoms = arrays["energy_label"], arrays["energy"], arrays["num_atoms"]
         if (atoms == atoms[0]).all():
-            name, unit, small, shift = "energy, less its mean,", "eV", "meV", label.mean()
+            name, unit, small, shift = "energy − mean", "eV", "meV", label.mean()
             figure = figures.parity_figure(label - shift, prediction - shift, name, unit, small, found.stem)
         else:  # totals of structures of different sizes would only show the sizes
             figure = figures.parity_figure(label / atoms, prediction / atoms, "energy per atom", "eV", "meV", found.stem)

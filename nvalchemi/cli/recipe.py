@@ -187,7 +187,8 @@ def make_hooks(config: TrainConfig, run: RunDir, steps: int | None, *, validated
     if section.max_time is not None:
         hooks.append(TimeBudgetHook(section.max_time, make_shape(config), steps))
     if section.ema_decay is not None:
-        hooks.append(EMAHook(section.ema_decay))
+        # Corrected: in a short run the untrained weights would otherwise still be in the average.
+        hooks.append(EMAHook(section.ema_decay, bias_corrected=True))
     if section.early_stop is not None:
         hooks.append(EarlyStopHook(**section.early_stop.model_dump()))
     left = None if section.max_time is None else max(section.max_time - run.seconds(), 0.0)
