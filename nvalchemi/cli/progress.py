@@ -20,9 +20,9 @@ def counting(console: Console, verb: str) -> Iterator[Callable[[int, int | None]
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,} structures"),
+        TextColumn("{task.completed:,}{task.fields[of]} structures"),
         TimeElapsedColumn(),
     ]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(verb, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task(verb, total=None, of="")
+        yield lambda done, total: progress.update(task, completed=done, total=total, of="" if total is None else f" of {total:,}")

@@ -21,8 +21,9 @@ from nvalchemi.data.convert.plausible import Finding
 from nvalchemi.data.units import ENERGY, PRESSURE, Units
 
 _MOVE, _STRAIN = 0.5, 0.2  # Å rms and strain beyond which the trapezoid is no guide
-_MIN_PAIRS, _MIN_CORRELATION = 4, 0.95
+_MIN_PAIRS = 4
 _AGREES = (0.5, 2.0)
+_CONTRADICTS = 3.0  # times or a third; units that are mixed up differ by more, and a wrong sign is wrong at any size
 _ENERGIES = ("eV", "kcal/mol", "kJ/mol", "Hartree")
 _STRESSES = {"eV/A^3": 1.0} | {name: PRESSURE[name] for name in ("GPa", "kbar", "bar")}
 
@@ -43,10 +44,16 @@ class Regression:
 
     @property
     def slope(self) -> float | None:
-        """The slope, or None where the points do not show one."""
-        if self.n < _MIN_PAIRS or self.xx == 0 or self.yy == 0 or abs(self.xy) < _MIN_CORRELATION * np.sqrt(self.xx * self.yy):
+        """The slope, or None where the points do not show one, or one that is neither right nor wrong."""
+        if self.n < _MIN_PAIRS or self.xx == 0 or self.yy == 0:
             return None
-        return self.xy / self.xx
+        needed = 0.95 if self.n >= 8 else 0.98  # few points lie on a line by chance
+        slope = self.xy / self.xx
+        if abs(self.xy) < needed * np.sqrt(self.xx * self.yy):
+            return None
+        return (
+            slope if slope < 0 or not (_AGREES[1] <= slope <= _CONTRADICTS or 1 / _CONTRADICTS <= slope <= _AGREES[0]) else None
+        )
 
 
 @dataclass

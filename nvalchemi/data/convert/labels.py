@@ -195,6 +195,14 @@ class LabelReader:
         for label, count in self.missing.items():
             if count and not self.used[label]:
                 key = self.asked[label]
+                if key in self.keys:
+                    level = self.keys[key][0]
+                    return DataError(
+                        f"the key {key!r} that --{label}-key asks for is no {label}",
+                        found="one value an atom" if level == "atom" else "a value of the whole structure",
+                        needed="one row an atom" if label == "forces" else "a value of the whole structure",
+                        fix=self._suggestion(label, key),
+                    )
                 return DataError(
                     f"no frame has the key {key!r} that --{label}-key asks for",
                     found=f"in {frames} frames the keys {self.describe_keys()}",
@@ -212,7 +220,9 @@ class LabelReader:
         return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "(none)"
 
     def _suggestion(self, label: str, key: str) -> str | None:
-        names = difflib.get_close_matches(key, self.keys, n=1) or self.candidates(label)[:1]
+        level = "atom" if label == "forces" else "system"
+        possible = [name for name, (there, _) in self.keys.items() if there == level]
+        names = difflib.get_close_matches(key, possible, n=1) or self.candidates(label)[:1]
         return f"did you mean --{label}-key {names[0]}?" if names else None
 
 

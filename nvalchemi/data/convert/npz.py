@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from nvalchemi.data.convert.frames import Frame, FrameSource, Selection
+from nvalchemi.data.convert.labels import looks_like
 from nvalchemi.errors import DataError
 
 _NUMBERS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
@@ -79,11 +80,17 @@ class NpzSource(FrameSource):
         for key, value in row.items():
             if key in _CELLS and value.size == 9 and value.any():
                 frame.cell, frame.pbc = value.reshape(3, 3), np.ones(3, dtype=bool)
-            elif self._atoms > 1 and value.ndim >= 1 and len(value) == self._atoms and key not in _COUNTS:
+            elif self._belongs_to_atoms(key, value):
                 frame.atom[key] = value[real]
             else:
                 frame.system[key] = value.item() if value.size == 1 else value
         return frame
+
+    def _belongs_to_atoms(self, key: str, row: np.ndarray) -> bool:
+        """By shape; by name where six numbers may be a stress or a molecule of six."""
+        if key in _COUNTS or any(looks_like(label, key) for label in ("stress", "virial")) or key == "dipole":
+            return False
+        return self._atoms > 1 and row.ndim >= 1 and len(row) == self._atoms
 
     def _read_heads(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Shape and dtype of every array, from the first bytes of each."""

@@ -24,7 +24,7 @@ from nvalchemi.data.summary import Summary
 from nvalchemi.data.units import Unit
 from nvalchemi.errors import DataError
 
-_ROWS = 256  # structures handed to the writer at once
+_ROWS, _ATOMS = 256, 65536  # structures, or their atoms, handed to the writer at once
 _EARLY = 64  # frames after which a certain verdict need not wait for the end of the file
 _EXTRA = ("charge", "dipole", "charges", "magmoms")  # kept under their own names where they have the known shape
 
@@ -95,6 +95,7 @@ class Conversion:
         totals = [source.count() for source in sources]
         known = None if None in totals else sum(len(self.select.indices(total)) for total in totals if total is not None)
         rows: list[AtomicData] = []
+        atoms = 0
         for source, total in zip(sources, totals, strict=True):
             report = FileReport(source.name, source.format, total)
             self.files.append(report)
@@ -103,11 +104,12 @@ class Conversion:
                     data = self._structure(frame, source, report, index)
                 if data is not None:
                     rows.append(data)
+                    atoms += data.num_atoms
                 if self._frames == _EARLY:
                     self._judge()
-                if len(rows) == _ROWS:
+                if len(rows) == _ROWS or atoms >= _ATOMS:
                     yield self._batch(rows)
-                    rows = []
+                    rows, atoms = [], 0
                 if self.progress is not None and self._frames % 32 == 0:
                     self.progress(self._frames, known)
             if not report.frames:

@@ -61,6 +61,23 @@ def test_npz_with_cells(tmp_path):
     assert data.pbc.all()
 
 
+def test_npz_of_six_atoms_with_a_stress_of_six_numbers(tmp_path):
+    n, stress = 6, np.arange(12.0).reshape(2, 6) * 1e-3
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "a.npz",
+        R=rng.uniform(0, 10, (2, n, 3)),
+        z=np.full(n, 29),
+        E=np.array([-20.0, -21.0]),
+        F=rng.normal(size=(2, n, 3)),
+        cell=np.tile(10 * np.eye(3), (2, 1, 1)),
+        stress=stress,
+    )
+    convert([tmp_path / "a.npz"], tmp_path / "a.zarr")
+    batch = AtomicDataZarrReader(tmp_path / "a.zarr").read_many(range(2))
+    np.testing.assert_allclose(batch.stress[:, [0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], stress)
+
+
 def test_npz_that_would_need_unpickling_is_refused(tmp_path):
     z, r, e, f = arrays(ethanol(2))
     np.savez(tmp_path / "a.npz", R=r, z=np.array([list(z), list(z)], dtype=object), E=e, F=f)

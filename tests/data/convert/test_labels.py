@@ -50,6 +50,12 @@ def test_an_asked_key_that_is_nowhere(tmp_path, option, key, hint):
     assert hint is None or f"did you mean {hint}" in str(caught.value)
 
 
+def test_an_asked_key_of_the_wrong_level(tmp_path):
+    path = renamed(tmp_path / "a.xyz", ethanol(), energy="REF_energy", forces="REF_forces")
+    with pytest.raises(DataError, match=r"'REF_forces' that --energy-key asks for is no energy.*--energy-key REF_energy"):
+        convert([path], tmp_path / "a.zarr", energy_key="REF_forces")
+
+
 def test_an_asked_key_that_some_frames_lack(tmp_path):
     frames = ethanol(4)
     path = renamed(tmp_path / "a.xyz", frames[:3], energy="E", forces="F")

@@ -96,10 +96,10 @@ def test_units_of_energy_and_forces_that_contradict_each_other(tmp_path, factor)
         convert([write(tmp_path / "a.traj", scaled(walk(), forces=factor))], tmp_path / "a.zarr")
 
 
-SCAN = np.linspace(0.96, 1.05, 8)
+SCAN = np.linspace(0.94, 1.06, 8)
 
 
-@pytest.mark.parametrize("rattle", [0.0, 0.05])
+@pytest.mark.parametrize("rattle", [0.0, 0.02])
 def test_stress_that_agrees_with_the_energy(tmp_path, rattle):
     conversion = convert([write(tmp_path / "a.traj", copper(SCAN, rattle))], tmp_path / "a.zarr")
     assert "the stress agrees" in conversion.findings[-1].text
@@ -116,7 +116,7 @@ def test_stress_that_agrees_with_the_energy(tmp_path, rattle):
 )
 def test_stress_of_another_sign_or_unit(tmp_path, factor, fix):
     """B15: the volume scan itself says what the stress is; as advised it is right."""
-    path = write(tmp_path / "a.traj", scaled(copper(SCAN), stress=factor))
+    path = write(tmp_path / "a.traj", scaled(copper(SCAN, 0.02), stress=factor))
     with pytest.raises(DataError, match="the stress contradicts the changes of the energy with the cell") as caught:
         convert([path], tmp_path / "a.zarr")
     assert fix in str(caught.value)
@@ -133,7 +133,7 @@ def test_stress_of_another_sign_or_unit(tmp_path, factor, fix):
 
 def test_virial_of_the_wrong_sign(tmp_path):
     frames = []
-    for atoms in copper(SCAN):
+    for atoms in copper(SCAN, 0.02):
         copy = atoms.copy()
         copy.info["virial"] = ase.stress.voigt_6_to_full_3x3_stress(atoms.calc.results["stress"]) * atoms.get_volume()
         copy.calc = SinglePointCalculator(copy, energy=atoms.calc.results["energy"], forces=atoms.calc.results["forces"])
