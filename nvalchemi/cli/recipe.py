@@ -191,7 +191,7 @@ def make_hooks(config: TrainConfig, run: RunDir, steps: int | None, *, validated
         hooks.append(EMAHook(section.ema_decay, bias_corrected=True))
     if section.early_stop is not None:
         hooks.append(EarlyStopHook(**section.early_stop.model_dump()))
-    left = None if section.max_time is None else max(section.max_time - run.seconds(), 0.0)
+    left = None if section.max_time is None else max(section.max_time - run.seconds(), 1.0)
     hooks += [ProgressHook(left), MetricsHook(run.path, Every(steps=config.report_every_n_steps))]
     often = saving if saving.every_n_epochs or saving.every_n_steps else config.validation
     every = Every(steps=often.every_n_steps) if often.every_n_steps else Every(epochs=often.every_n_epochs or 1)
