@@ -69,7 +69,7 @@ class ChunkCache:
         rows
             (n,) int64, each within the committed rows.
         """
-        if not len(rows):
+        if len(rows) == 0:
             return np.empty((0, *self._spec.shape), self._spec.dtype)
         if self._resident and not self._missing:
             return self._block().take(rows, axis=0)
@@ -90,11 +90,20 @@ class ChunkCache:
             return self._block().take(rows, axis=0)
         return self._block().take(rows + (slot - chunk) * self._spec.chunk_rows, axis=0)
 
+    def range(self, start: int, stop: int) -> np.ndarray:
+        """Rows ``start`` to ``stop - 1``, not kept in the cache."""
+        if self._resident and not self._missing and self.chunks:
+            return self._block()[start:stop].copy()
+        first, last = start // self._spec.chunk_rows, -(-stop // self._spec.chunk_rows)
+        out = self._empty(last - first)
+        if first < last:
+            self._read(np.arange(first, last), out)
+        offset = first * self._spec.chunk_rows
+        return out.reshape(-1, *self._spec.shape)[start - offset : stop - offset]
+
     def all(self) -> np.ndarray:
         """All committed rows, not kept in the cache."""
-        out = self._empty(self.chunks)
-        self._read(np.arange(self.chunks), out)
-        return out.reshape(-1, *self._spec.shape)[: self._rows]
+        return self.range(0, self._rows)
 
     def verify(self) -> None:
         """Decode every chunk, keeping none."""
@@ -140,34 +149,39 @@ class ChunkCache:
         self._missing -= len(chunks)
 
     def _stream(self, rows: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """More chunks in one call than there are slots: go through them one by one, and keep none."""
+        """More chunks in one call than there are slots: go through them a shard's worth at a time, and keep none."""
         out = np.empty((len(rows), *self._spec.shape), self._spec.dtype)
         order = np.argsort(chunk, kind="stable")
         wanted, starts = np.unique(chunk[order], return_index=True)
         stops = np.append(starts[1:], len(rows))
-        scratch = self._empty(1)
-        for number, start, stop in zip(wanted.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            where = order[start:stop]
-            slot = int(self._slot_of[number])
-            source = scratch[0]
-            if slot >= 0:
+        step = min(self._spec.chunks_per_shard, len(wanted))
+        scratch = self._empty(step)
+        flat = scratch.reshape(-1, *self._spec.shape)
+        for a in range(0, len(wanted), step):
+            group = wanted[a : a + step]
+            slots = self._slot_of[group]
+            kept = np.flatnonzero(slots >= 0)
+            if len(kept):
                 assert self._storage is not None
-                source = self._storage[slot]
-            else:
-                self._read(np.array([number]), scratch, same=True)
-            out[where] = source[rows[where] - number * self._spec.chunk_rows]
+                scratch[kept] = self._storage[slots[kept]]
+            lacking = np.flatnonzero(slots < 0)
+            if len(lacking):
+                self._read(group[lacking], scratch, lacking)
+            where = order[starts[a] : stops[a + len(group) - 1]]
+            local = np.repeat(np.arange(len(group)) - group, (stops - starts)[a : a + step]) * self._spec.chunk_rows
+            out[where] = flat[rows[where] + local]
         return out
 
     # -- the files ---------------------------------------------------------------------------------------------------
 
     def _read(self, chunks: np.ndarray, out: np.ndarray, slots: np.ndarray | None = None, *, same: bool = False) -> None:
-        """Decode chunks (sorted) into ``out[slots]``: by default in their order, with ``same`` all into the first."""
+        """Decode chunks (sorted, at least one) into ``out[slots]``: by default in their order, with ``same`` all into the first."""
         if slots is None:
             slots = np.zeros(len(chunks), np.int64) if same else np.arange(len(chunks))
-        shard_of = chunks // self._spec.chunks_per_shard
-        breaks = np.flatnonzero(np.diff(shard_of)) + 1
-        for part, targets in zip(np.split(chunks, breaks), np.split(slots, breaks), strict=True):
-            shard = int(part[0]) // self._spec.chunks_per_shard
+        shards, starts = np.unique(chunks // self._spec.chunks_per_shard, return_index=True)
+        stops = [*starts[1:].tolist(), len(chunks)]
+        for shard, start, stop in zip(shards.tolist(), starts.tolist(), stops, strict=True):
+            part, targets = chunks[start:stop], slots[start:stop]
             try:
                 self._read_shard(shard, part, out, targets)
             except DataError:

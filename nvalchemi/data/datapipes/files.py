@@ -45,7 +45,7 @@ class Files(ABC):
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Write or replace a whole file, atomically: a reader, and a kill at any instant, finds the old or the new one."""
+        """Write or replace a whole file, by `flush` at the latest; a kill at any instant leaves the old or the new one."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -57,7 +57,11 @@ class Files(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when all that was put is on disk, names of files included."""
+        """Return when all that was put is in place and on disk, names of files included."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget what was put and is not yet in place, as far as that is possible."""
 
     @abstractmethod
     def lock(self) -> Lock:
@@ -117,7 +121,8 @@ class LocalFiles(Files):
             )
         self.name = path
         self._root = Path(os.path.realpath(path))  # one store, one lock, by whatever name
-        self._touched: set[Path] = set()
+        self._waiting: list[tuple[Path, Path]] = []
+        self._rooted = False
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -138,20 +143,10 @@ class LocalFiles(Files):
             os.close(fd)
 
     def put(self, key: str, data: bytes) -> None:
-        path = self._root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(parents=True, exist_ok=True)
         temporary = self._root / f".{uuid.uuid4().hex}.partial"  # all in one place, where the next writer clears them away
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                # Before the rename: else a power cut could leave the new name on an empty file, and the old one gone.
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._touched.add(path.parent)
+        self._waiting.append((temporary, self._root / key))
+        temporary.write_bytes(data)
 
     def delete(self, key: str) -> None:
         path = self._root / key
@@ -167,23 +162,49 @@ class LocalFiles(Files):
             return []
 
     def flush(self) -> None:
-        folders = set(self._touched)
-        for folder in self._touched:
-            folders.update(p for p in folder.parents if p == self._root or self._root in p.parents)
-        if folders:
+        # Contents before names: else a power cut could leave a name on an empty file, and the old file gone. All contents
+        # first: the file system then writes its journal once, not once a file.
+        for temporary, _ in self._waiting:
+            _sync(temporary)
+        folders: set[Path] = set()
+        for temporary, path in self._waiting:
+            folders.update(_make_folder(path.parent))
+            temporary.replace(path)
+        if not self._rooted:
             folders.add(self._root.parent)
+        self._rooted = True
+        self._waiting.clear()
         for folder in folders:
-            with contextlib.suppress(OSError):  # a file system without folders that can be synced
-                fd = os.open(folder, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-        self._touched.clear()
+            with contextlib.suppress(OSError):  # a file system on which folders cannot be synced
+                _sync(folder)
+
+    def discard(self) -> None:
+        for temporary, _ in self._waiting:
+            temporary.unlink(missing_ok=True)
+        self._waiting.clear()
 
     def lock(self) -> Lock:
         # Beside the store: within it, zarr would warn of a file that it does not know.
         return PathLock(self._root.with_name(self._root.name + ".lock"), self.name)
+
+
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder; it and those that were changed by making it."""
+    changed = [folder]
+    for parent in folder.parents:
+        if changed[-1].exists():
+            break
+        changed.append(parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    return changed
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class _ZarrBlob(Blob):
@@ -224,8 +245,11 @@ class ZarrFiles(Files):
     """
 
     def __init__(self, store: Any) -> None:
+        from zarr.core.sync import sync
+
         self.name = str(store)
         self._store = store
+        sync(store._ensure_open())  # a zip archive, for one, answers nothing before
 
     def get(self, key: str) -> bytes | None:
         return _fetch(self._store, key, [None])[0]
@@ -258,6 +282,9 @@ class ZarrFiles(Files):
 
     def flush(self) -> None:
         """Nothing to do: a zarr store has written when it returns."""
+
+    def discard(self) -> None:
+        """Nothing to do: what lies past the commit is never read, and overwritten by the next writer."""
 
     def lock(self) -> Lock:
         return KeyLock(self, "writer.lock")

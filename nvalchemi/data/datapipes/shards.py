@@ -118,6 +118,9 @@ def decode_chunk(codec: Codec | None, data: bytes | np.ndarray, length: int, out
 
 def coalesce(ranges: np.ndarray) -> list[tuple[int, int, int]]:
     """Neighbouring byte ranges as one: ``(start, stop, count)`` for (n, 2) offsets and lengths, which lie in order."""
+    if len(ranges) == 1:
+        start, length = ranges[0].tolist()
+        return [(start, start + length, 1)]
     stops = ranges[:, 0] + ranges[:, 1]
     breaks = np.flatnonzero(ranges[1:, 0] != stops[:-1]) + 1
     first = np.concatenate([[0], breaks])

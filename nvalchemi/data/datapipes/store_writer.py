@@ -38,9 +38,7 @@ class Appender:
         self._buffered = rows % spec.shard_rows
         self._shard = rows // spec.shard_rows
         if self._buffered:
-            cache = ChunkCache(files, path, spec, rows)
-            cache.resize(spec.chunks_per_shard)
-            self._pending.append(cache.take(np.arange(rows - self._buffered, rows)))
+            self._pending.append(ChunkCache(files, path, spec, rows).range(rows - self._buffered, rows))
 
     def add(self, rows: np.ndarray) -> None:
         """Append rows; whole shards are written at once."""
@@ -118,6 +116,7 @@ class StoreWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.files.discard()
         self._lock.release()
         if isinstance(error, OSError):
             raise unwritable(error, self.files.name) from error
