@@ -65,8 +65,8 @@ def _register(table: dict[str, Any], name: str, make: Callable[..., Any]) -> Non
 
 
 def _build(table: Mapping[str, Callable[..., T]], kind: str, config: Mapping[str, Any]) -> T:
-    name = config.get(kind) if isinstance(config, Mapping) else None
-    if name not in table:
+    name = config.get(kind)
+    if not isinstance(name, str) or name not in table:
         raise ConfigError(
             f"no such {kind}",
             found=repr(name),

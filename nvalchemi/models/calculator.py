@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from ase import Atoms
 from ase.calculators.calculator import Calculator, all_changes
 
 from nvalchemi.data import AtomicData, Batch
@@ -34,7 +35,7 @@ class NvalchemiCalculator(Calculator):
         The model is no potential.
     """
 
-    implemented_properties: ClassVar[list[str]] = ["energy", "free_energy", "forces", "stress"]
+    implemented_properties = ["energy", "free_energy", "forces", "stress"]
 
     def __init__(
         self, model: InteratomicPotential, device: torch.device | str = "cpu", *, skin: float = 0.5, **kwargs: Any
@@ -65,10 +66,10 @@ class NvalchemiCalculator(Calculator):
 
     def _batch(self) -> Batch:
         """The atoms with their neighbours, from the list kept where this is still good."""
-        atoms = self.atoms
-        bare = type(atoms)(
+        atoms: Any = self.atoms
+        bare = Atoms(
             numbers=atoms.numbers, positions=atoms.positions, cell=atoms.cell, pbc=atoms.pbc
-        )  # labels that the atoms may carry are no input
+        )  # no labels, no constraints
         batch = Batch.from_data_list([AtomicData.from_atoms(bare, dtype=torch.float64)])
         old = self._listed
         if old is None or not same_neighbours(old, batch, self.skin):

@@ -41,6 +41,8 @@ class PaiNN(PotentialNet):
     """
 
     gives_gradient = True
+    elements: tuple[int, ...]
+    row: Tensor
 
     def __init__(
         self,
@@ -67,7 +69,6 @@ class PaiNN(PotentialNet):
         row = torch.full((MAX_Z + 1,), -1, dtype=torch.int64)
         row[list(self.elements)] = torch.arange(len(self.elements))
         self.register_buffer("row", row, persistent=False)
-        self.register_buffer("wave", torch.arange(1, n_rbf + 1) * (math.pi / cutoff), persistent=False)
         self.embedding = nn.Parameter(torch.randn(len(self.elements), n_features))
         self.layers = nn.ModuleList(
             PaiNNLayer(n_features, n_rbf, first=i == 0, last=i == n_interactions - 1) for i in range(n_interactions)
@@ -80,7 +81,7 @@ class PaiNN(PotentialNet):
         """Per-atom energies (N,), and with ``gradient`` also that of their sum (E, 3); see `PotentialNet`."""
         rows, kind = self.atoms(atomic_numbers)
         if gradient:
-            return EnergyAndGradient.apply(self.cutoff, rows, kind, vectors, edge_index, self.wave, *self.parameters())
+            return EnergyAndGradient.apply(self.cutoff, self.n_rbf, rows, kind, vectors, edge_index, *self.parameters())
         radial, direction = self.edge_basis(vectors)
         scalars = self.embedding.index_select(0, rows)
         vector: Tensor | None = None
@@ -102,7 +103,8 @@ class PaiNN(PotentialNet):
         inverse = 1.0 / length
         inside = (length < self.cutoff).to(length.dtype)
         fade = (0.5 * (torch.cos(length * (math.pi / self.cutoff)) + 1.0)) * inside
-        return torch.sin(length * self.wave) * (fade * inverse), (vectors * inverse).t().unsqueeze(2)
+        wave = torch.arange(1, self.n_rbf + 1, dtype=length.dtype, device=length.device) * (math.pi / self.cutoff)
+        return torch.sin(length * wave) * (fade * inverse), (vectors * inverse).t().unsqueeze(2)
 
     def config(self) -> dict[str, Any]:
         """See `PotentialNet.config`."""

@@ -61,22 +61,23 @@ class EdgeBasis:
     Attributes
     ----------
     radial
-        (K, E): ``sin(wave r) / r`` times half of one plus ``cos(pi r / cutoff)``, zero beyond the cutoff.
+        (K, E): ``sin(k pi r / cutoff) / r`` times half of one plus ``cos(pi r / cutoff)``, zero beyond the cutoff.
     direction, axes
         (3, E, 1), and its three parts (E, 1).
     """
 
-    def __init__(self, vectors: Tensor, wave: Tensor, cutoff: float) -> None:
+    def __init__(self, vectors: Tensor, n_rbf: int, cutoff: float) -> None:
         length = vectors.square().sum(1).sqrt_()
         self.inverse = length.reciprocal()
         step = math.pi / cutoff
-        phase = torch.outer(torch.cat([wave, wave.new_tensor([step])]), length)
+        wave = torch.arange(1, n_rbf + 1, dtype=length.dtype, device=length.device).mul_(step)
+        phase = torch.outer(wave, length)
         sines, cosines = torch.sin(phase), torch.cos(phase)
         half = (length < cutoff).to(length.dtype).mul_(0.5)
-        fade = (cosines[-1] + 1.0).mul_(half).mul_(self.inverse)
-        slope = sines[-1].mul(half).mul_(-step).sub_(fade).mul_(self.inverse)
-        self.radial = sines[:-1] * fade
-        self.slopes = (cosines[:-1] * fade).mul_(wave.unsqueeze(1)).addcmul_(sines[:-1], slope)
+        fade = (cosines[0] + 1.0).mul_(half).mul_(self.inverse)
+        slope = sines[0].mul(half).mul_(-step).sub_(fade).mul_(self.inverse)
+        self.radial = sines * fade
+        self.slopes = cosines.mul_(fade).mul_(wave.unsqueeze(1)).addcmul_(sines, slope)
         self.unit = vectors * self.inverse.unsqueeze(1)
         self.direction = self.unit.t().contiguous().unsqueeze(2)
         self.axes = self.direction.unbind(0)

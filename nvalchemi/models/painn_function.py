@@ -26,14 +26,7 @@ class EnergyAndGradient(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        cutoff: float,
-        rows: Tensor,
-        kind: Tensor,
-        vectors: Tensor,
-        edge_index: Tensor,
-        wave: Tensor,
-        *parameters: Tensor,
+        ctx: Any, cutoff: float, n_rbf: int, rows: Tensor, kind: Tensor, vectors: Tensor, edge_index: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Energies (N,) and gradient (E, 3).
 
@@ -41,20 +34,18 @@ class EnergyAndGradient(Function):
         ----------
         ctx
             Autograd's.
-        cutoff
-            Å.
+        cutoff, n_rbf
+            Å, and how many radial functions.
         rows, kind
             Rows of the embedding, of the N atoms and then of one atom of each kind for itself; the kind of each atom.
         vectors, edge_index
             (E, 3) and (2, E).
-        wave
-            (K,) wave numbers of the radial functions.
         *parameters
             Embedding, layers, readout.
         """
         embedding, layers, hidden, hidden_bias, out = split(parameters)
         to = Neighbours(edge_index, rows.shape[0])
-        edge = EdgeBasis(vectors, wave, cutoff)
+        edge = EdgeBasis(vectors, n_rbf, cutoff)
         x = embedding.index_select(0, rows)
         forwards: list[Pass] = []
         for w in layers:

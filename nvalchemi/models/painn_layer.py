@@ -19,6 +19,7 @@ after the last. A leading ``g`` in a name means the gradient of the energy, a tr
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,14 +47,8 @@ class Weights(NamedTuple):
     mix_out_bias: Tensor
 
 
-class Pass:
+class Pass(SimpleNamespace):
     """What one pass leaves to the next ones: a bag of tensors with names."""
-
-    def __init__(self, **tensors: Any) -> None:
-        self.__dict__.update(tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
 
 
 class Activation:
@@ -94,7 +89,7 @@ def forward(w: Weights, x: Tensor, edge: EdgeBasis, to: Neighbours, last: bool) 
     filters = torch.bmm(edge.radial.t().expand(kinds, edges, -1), w.filters)
     m = filters.new_empty(4, edges, width)
     mv = m[1:]
-    v = turn_in = carried = f2 = None
+    v = turn_in = carried = f2 = None  # there are none of these in the first layer
     if first:
         p, q = phi.index_select(1, to.senders).unbind(0)
         f0, f1 = filters.unbind(0)
@@ -106,7 +101,7 @@ def forward(w: Weights, x: Tensor, edge: EdgeBasis, to: Neighbours, last: bool) 
     pulled = q * f1
     torch.mul(p, f0, out=m[0])
     torch.mul(edge.direction, pulled, out=mv)
-    if not first:
+    if carried is not None and f2 is not None:
         mv.addcmul_(carried, f2)
     state = to.to_receivers(m)
     s1, v1 = state[0], state[1:]

@@ -69,9 +69,9 @@ class PotentialNet(nn.Module, ABC):
 
 
 class Edges(NamedTuple):
-    """Neighbours of a batch: ``index`` (2, E) and ``vectors`` (E, 3) Å in the dtype of the network."""
+    """Neighbours of a batch: ``pairs`` (2, E) and ``vectors`` (E, 3) Å in the dtype of the network."""
 
-    index: Tensor
+    pairs: Tensor
     vectors: Tensor
 
 
@@ -194,7 +194,7 @@ class InteratomicPotential(EnergyModel):
         """
         self._check(batch)
         edges = self._edges(batch)
-        return self._total(batch, self.net(batch.atomic_numbers, edges.vectors, edges.index))
+        return self._total(batch, self.net(batch.atomic_numbers, edges.vectors, edges.pairs))
 
     def gradient(self, x: Batch, create_graph: bool = False) -> Tensor:
         """Give the gradient of the energies with respect to the positions, (N, 3), eV/Å: minus the forces."""
@@ -234,7 +234,7 @@ class InteratomicPotential(EnergyModel):
         if "energy" in outputs:
             result["energy"] = energy
         if forces:
-            senders, receivers = edges.index
+            senders, receivers = edges.pairs
             result["forces"] = (
                 gradient.new_zeros(x.num_nodes, 3).index_add(0, receivers, gradient).index_add(0, senders, gradient, alpha=-1)
             )
@@ -249,15 +249,15 @@ class InteratomicPotential(EnergyModel):
         if self._gives_gradient and not follows and not torch.is_autocast_enabled(batch.positions.device.type):
             with torch.set_grad_enabled(graph):
                 edges = self._edges(batch)
-                atomic, gradient = self.net(batch.atomic_numbers, edges.vectors, edges.index, gradient=True)
+                atomic, gradient = self.net(batch.atomic_numbers, edges.vectors, edges.pairs, gradient=True)
                 return self._total(batch, atomic), gradient * self.scale.to(gradient.dtype), edges
         with differentiable():
             edges = self._edges(batch)
-            edges = Edges(plain(edges.index), edges.vectors if follows else leaf(edges.vectors))
-            energy = self._total(batch, self.net(plain(batch.atomic_numbers), edges.vectors, edges.index))
+            edges = Edges(plain(edges.pairs), edges.vectors if follows else leaf(edges.vectors))
+            energy = self._total(batch, self.net(plain(batch.atomic_numbers), edges.vectors, edges.pairs))
             gradient = input_gradient(energy, edges.vectors, create_graph=graph)
         if not graph:
-            energy, edges = energy.detach(), Edges(edges.index, edges.vectors.detach())
+            energy, edges = energy.detach(), Edges(edges.pairs, edges.vectors.detach())
         return energy, gradient, edges
 
     def _total(self, batch: Batch, atomic: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class InteratomicPotential(EnergyModel):
     def _stress(self, batch: Batch, edges: Edges, gradient: Tensor) -> Tensor:
         """Derivative of the energy with a symmetric strain, over the volume."""
         outer = edges.vectors.unsqueeze(2) * gradient.unsqueeze(1)
-        owner = plain(batch.batch_idx).index_select(0, edges.index[1])
+        owner = plain(batch.batch_idx).index_select(0, edges.pairs[1])
         virial = gradient.new_zeros(batch.num_graphs, 3, 3).index_add(0, owner, outer)
         virial = 0.5 * (virial + virial.mT)
         if "cell" not in batch or "pbc" not in batch:

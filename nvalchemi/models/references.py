@@ -125,9 +125,9 @@ def fit_counts(counts: Any, energies: Any, elements: Iterable[int]) -> Reference
         raise DataError(
             "no structure has an energy to fit reference energies to", fix="give reference energies, or label energies"
         )
-    present = x.any(axis=0)
-    kept = [z for z, there in zip(numbers, present, strict=True) if there]
-    x = x[:, present]
+    columns = np.flatnonzero((x != 0).any(axis=0))
+    kept = [numbers[i] for i in columns]
+    x = x[:, columns]
     # Per atom, so that a structure of 200 atoms does not outweigh two hundred of one.
     atoms = x.sum(axis=1)
     solution, _, rank, _ = np.linalg.lstsq(x / atoms[:, None], y / atoms, rcond=1e-10)
