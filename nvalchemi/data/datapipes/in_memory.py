@@ -14,7 +14,7 @@ from torch import Tensor
 from nvalchemi.data.atoms import AtomicData
 from nvalchemi.data.batch import Batch
 from nvalchemi.data.datapipes.dataset import BaseDataset, Reads
-from nvalchemi.data.datapipes.pipeline import Samples, Transforms, cast, check_finite, transformed
+from nvalchemi.data.datapipes.pipeline import Samples, Transforms, cast, check_finite, map_dense, transformed
 from nvalchemi.data.datapipes.reader import ragged
 from nvalchemi.data.fields import Level
 from nvalchemi.data.transforms import is_deterministic
@@ -168,18 +168,20 @@ class _Structures:
 
 
 class _Dense:
-    """One array or a dict of them, with a row for each sample."""
+    """One tensor or a dict of them, with a row for each sample.
+
+    Cut out by torch, whose memory is aligned to 64 bytes: the last bits of a matrix product may depend on the alignment of the rows.
+    """
 
     def __init__(self, samples: Tensor | dict[str, Tensor]) -> None:
-        self.single = isinstance(samples, Tensor)
-        parts = {"": samples} if isinstance(samples, Tensor) else samples
-        self.arrays = {field: tensor.detach().cpu().contiguous().numpy() for field, tensor in parts.items()}
-        self.field_names = () if self.single else tuple(self.arrays)
-        self.length = len(next(iter(self.arrays.values())))
+        self.samples = map_dense(samples, lambda tensor: tensor.detach().cpu().contiguous())
+        parts = {} if isinstance(self.samples, Tensor) else self.samples
+        self.field_names = tuple(parts)
+        self.length = len(next(iter(parts.values()), self.samples))
 
     def take(self, idx: NDArray[np.int64]) -> Tensor | dict[str, Tensor]:
-        rows = {field: torch.from_numpy(array.take(idx, 0)) for field, array in self.arrays.items()}
-        return rows[""] if self.single else rows
+        rows = torch.from_numpy(idx)
+        return map_dense(self.samples, lambda tensor: tensor.index_select(0, rows))
 
 
 def _all_samples(source: Any) -> Samples:

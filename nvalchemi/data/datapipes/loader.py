@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nvalchemi.data.datapipes.pipeline import Samples, sample_seeds
-from nvalchemi.data.datapipes.prefetch import Prefetcher
+from nvalchemi.data.datapipes.prefetch import Prefetcher, in_bursts
 from nvalchemi.data.datapipes.reader import Indices
 from nvalchemi.data.datapipes.samplers import (
     BatchSampler,
@@ -24,6 +24,9 @@ from nvalchemi.data.datapipes.samplers import (
 from nvalchemi.data.datapipes.transfer import Received, SideStream, moved, pinned
 from nvalchemi.data.transforms import Transform, name_of
 from nvalchemi.errors import ConfigError, DataError
+
+#: Batches made at a time of a data set that is ready in memory.
+BURST = 8
 
 
 @runtime_checkable
@@ -59,8 +62,8 @@ class DataLoader:
     batch_sampler
         In place of ``batch_size``, ``shuffle``, ``drop_last`` and ``sampler``: anything that gives lists of indices.
     prefetch_factor
-        Batches kept ready; 0 makes each when it is asked for, in the caller's thread. So is done in any case on the CPU with an
-        `InMemoryDataset` without random transforms: cutting out a batch costs less than the switch between threads.
+        Batches kept ready; 0 makes each when it is asked for, in the caller's thread. On the CPU an `InMemoryDataset` without random
+        transforms is not read in a thread, as cutting out a batch costs less than the switch: a few batches are made at a time.
     pin_memory
         Make batches in page-locked memory, so that copies to a GPU overlap its work. Does nothing where there is no accelerator.
     seed
@@ -173,8 +176,10 @@ class DataLoader:
         The iterator has ``close()``, which ends its thread; leaving it to the garbage collector does the same.
         """
         batches = self._batches(seek(self.batch_sampler, batch), self.epoch, batch)
-        if not self.prefetch_factor or self._immediate():
+        if not self.prefetch_factor:
             return self._delivered(batches)
+        if self._immediate():
+            return in_bursts(batches, BURST)
         if self.device.type != "cuda":
             return Prefetcher(self._delivered(batches), self.prefetch_factor)
         side = SideStream(self.device)

@@ -194,9 +194,12 @@ class Failing(Resident):
 
 
 @pytest.mark.parametrize("prefetch_factor", [0, 3])
-def test_an_error_is_raised_where_its_batch_is_asked_for(data: list[AtomicData], prefetch_factor: int) -> None:
+@pytest.mark.parametrize("immediate", [False, True])
+def test_an_error_is_raised_where_its_batch_is_asked_for(data: list[AtomicData], prefetch_factor: int, immediate: bool) -> None:
     before = threads()
-    batches = iter(DataLoader(Failing(data), batch_size=8, prefetch_factor=prefetch_factor))
+    dataset = Failing(data)
+    dataset.immediate = immediate
+    batches = iter(DataLoader(dataset, batch_size=8, prefetch_factor=prefetch_factor))
     assert order([next(batches), next(batches), next(batches)])[-1] == list(range(16, 24))
     with pytest.raises(OSError, match="disk gone") as caught:
         next(batches)
@@ -337,11 +340,11 @@ def test_random_reads_cost_at_most_three_times_contiguous_ones(tmp_path: Path) -
 
     def seconds(batches: list[list[int]]) -> float:
         best = float("inf")
-        for _ in range(3):
+        for _ in range(4):
             dataset = Dataset(AtomicDataZarrReader(tmp_path / "a.zarr"))
-            begin = time.perf_counter()
+            begin = time.process_time()  # of all threads, whatever else the machine does
             found = order(DataLoader(dataset, batch_sampler=batches))
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.process_time() - begin)
             assert found == batches
         return best
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nvalchemi.data.datapipes.prefetch import Prefetcher
+from nvalchemi.data.datapipes.prefetch import Prefetcher, in_bursts
 from nvalchemi.errors import ConfigError
 
 
@@ -166,7 +166,7 @@ def test_a_forked_child_is_told_and_does_not_wait() -> None:
 def test_the_interpreter_ends_with_a_prefetcher_at_work() -> None:
     script = """
 import itertools
-from nvalchemi.data.datapipes.prefetch import Prefetcher
+from nvalchemi.data.datapipes.prefetch import Prefetcher, in_bursts
 prefetcher = Prefetcher(itertools.count(), 2)
 assert next(prefetcher) == 0
 raise SystemExit(3)
@@ -174,3 +174,27 @@ raise SystemExit(3)
     done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
     assert done.returncode == 3
     assert not done.stderr
+
+
+def test_bursts() -> None:
+    made: list[int] = []
+
+    def source(stop: int, error: bool) -> Iterator[int]:
+        for i in range(stop):
+            made.append(i)
+            yield i
+        if error:
+            raise KeyError("lost")
+
+    for stop in range(10):
+        assert list(in_bursts(source(stop, False), 4)) == list(range(stop))
+        found = []
+        with pytest.raises(KeyError, match="lost"):
+            for i in in_bursts(source(stop, True), 4):
+                found.append(i)  # noqa: PERF402
+        assert found == list(range(stop))
+    made.clear()
+    burst = in_bursts(source(10, False), 4)
+    seen = [next(burst) and len(made) for _ in range(5)]
+    assert len(made) == 8
+    assert seen[1:] == [4, 4, 4, 8]
