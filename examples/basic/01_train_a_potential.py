@@ -8,6 +8,8 @@ there is a cell, stresses are learnt together.
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
@@ -57,6 +59,7 @@ def main() -> None:
         for name in ("train", "valid", "test")
     )
 
+    shutil.rmtree("runs/copper", ignore_errors=True)  # this example always starts afresh
     torch.manual_seed(0)
     model = InteratomicPotential(PaiNN(["H", "C", "Cu"], n_features=32, n_interactions=2, cutoff=CUTOFF))
     model.fit_reference_energies(train)
