@@ -55,7 +55,7 @@ def _potential(net: Mapping[str, Any], **settings: Any) -> InteratomicPotential:
 def _mace(**settings: Any) -> PotentialNet:
     from nvalchemi.models.mace import MACENet
 
-    return MACENet.from_config(settings)
+    return MACENet.new(**settings)
 
 
 def _register(table: dict[str, Any], name: str, make: Callable[..., Any]) -> None:

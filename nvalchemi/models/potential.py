@@ -38,15 +38,12 @@ class PotentialNet(nn.Module, ABC):
     ----------
     elements
         Atomic numbers that the network knows, None for all.
-    own_references
-        Whether the network's energies hold energies of isolated atoms already.
     gives_gradient
         Whether ``forward(..., gradient=True)`` gives ``(energies, gradient)``, the gradient of their sum with respect to the vectors,
         (E, 3), whose own dependence on the parameters can be differentiated once. A network without this is differentiated by autograd.
     """
 
     elements: tuple[int, ...] | None = None
-    own_references: ClassVar[bool] = False
     gives_gradient: ClassVar[bool] = False
 
     @abstractmethod
@@ -126,9 +123,8 @@ class InteratomicPotential(EnergyModel):
         self.net = net
         self.cutoff = float(cutoff)
         # Asked once: a wrapper that later takes the place of `net` has none of these.
-        self._net_config = net.config() if isinstance(net, PotentialNet) else None
+        self._describe = net.config if isinstance(net, PotentialNet) else None
         self._elements = net.elements if isinstance(net, PotentialNet) else None
-        self._own_references = isinstance(net, PotentialNet) and net.own_references
         self._gives_gradient = isinstance(net, PotentialNet) and net.gives_gradient
         self.has_references = False
         self.register_buffer("reference", torch.zeros(MAX_Z + 1, dtype=torch.float64))
@@ -148,12 +144,6 @@ class InteratomicPotential(EnergyModel):
 
     def set_reference_energies(self, energies: Mapping[Any, float] | None) -> None:
         """Replace the reference energies; see the class."""
-        if energies is not None and self._own_references:
-            raise ConfigError(
-                "energies of isolated atoms would be counted twice",
-                found="reference energies for a network that has its own",
-                fix="give reference_energies=None",
-            )
         elements = range(1, MAX_Z + 1) if self._elements is None else self._elements
         given = {} if energies is None else by_number(energies)
         self.reference.zero_()
@@ -325,11 +315,11 @@ class InteratomicPotential(EnergyModel):
         ConfigError
             The network is no `PotentialNet`.
         """
-        if self._net_config is None:
+        if self._describe is None:
             raise ConfigError("a network that cannot say how it is rebuilt", needed="a PotentialNet with config()")
         return {
             "model": "potential",
-            "net": self._net_config,
+            "net": self._describe(),
             "cutoff": self.cutoff,
             "reference_energies": self.reference_energies,
             "energy_scale": float(self.scale),
