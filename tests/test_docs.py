@@ -24,7 +24,7 @@ def run_page(page: str, folder: Path, extra: str = "") -> subprocess.CompletedPr
     """Run a page's blocks as one program in a folder, with lines of a test's own behind them."""
     script = folder / (page.replace("/", "_") + ".py")
     script.write_text(program((ROOT / page).read_text(encoding="utf-8")) + extra, encoding="utf-8")
-    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, script.name], cwd=folder, env=settings, capture_output=True, text=True, timeout=110)
 
 
