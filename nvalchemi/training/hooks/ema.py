@@ -80,10 +80,9 @@ class EMAHook(Hook):
         for name, model in self._models.items():
             own: dict[str, Tensor] = {}
             for key, parameter in model.named_parameters():
-                data = parameter.detach()
-                shadow = data.to(_wide(data.dtype), copy=True)
+                shadow = parameter.detach().to(_wide(parameter.dtype), copy=True)
                 own[plain_name(model, key)] = shadow
-                self._weights.append(data)
+                self._weights.append(parameter)
                 self._shadow.append(shadow)
             self._averages[name] = own
         self._low = any(w.dtype != s.dtype for w, s in zip(self._weights, self._shadow, strict=True))
@@ -96,10 +95,13 @@ class EMAHook(Hook):
         return 1.0 - (1.0 - self.decay) / (1.0 - self.decay**self.count)
 
     @on(TrainingStage.OPTIMIZER_STEPPED)
+    @torch.no_grad()
     def move(self, ctx: TrainContext) -> None:
         """Move the average towards the new weights."""
         self.count += 1
-        weights = [w.to(s.dtype) for w, s in zip(self._weights, self._shadow, strict=True)] if self._low else self._weights
+        weights = self._weights
+        if self._low:
+            weights = [w.to(s.dtype) for w, s in zip(self._weights, self._shadow, strict=True)]
         torch._foreach_lerp_(self._shadow, weights, 1.0 - self.effective_decay)
 
     @around(TrainingSpan.VALIDATION)
@@ -108,12 +110,14 @@ class EMAHook(Hook):
         if not self.use_for_validation:
             yield
             return
-        kept = [w.clone() for w in self._weights]
-        torch._foreach_copy_(self._weights, self._shadow)
+        kept = [w.detach().clone() for w in self._weights]
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._shadow)
         try:
             yield
         finally:
-            torch._foreach_copy_(self._weights, kept)
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, kept)
 
     def weights(self, name: str | None = None) -> dict[str, Any]:
         """A copy of a model's state dict with the averaged parameters in it, under the plain model's keys.

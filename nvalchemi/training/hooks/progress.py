@@ -261,8 +261,13 @@ class Live(Display):
         import rich.live
 
         self._console = rich.console.Console(file=stream)
-        # Redrawn by the loop itself: a thread of its own would take time from the training.
-        self._live = rich.live.Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        # Redrawn by the loop itself: a thread of its own would take time from the training. What others print appears above it.
+        self._live = rich.live.Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stderr=stream is sys.stderr,
+            redirect_stdout=stream is sys.stderr and sys.stdout.isatty(),
+        )
         self._live.start()
         self._last: tuple[str, float | None] = ("", None)
 
