@@ -123,7 +123,9 @@ class Cursor:
     def _set_epoch(self, epoch: int) -> None:
         holders: list[Any] = [self.loader]
         if isinstance(self.loader, torch.utils.data.DataLoader):
-            holders += [self.loader.batch_sampler, self.loader.sampler, getattr(self.loader.batch_sampler, "sampler", None)]
+            inner = getattr(self.loader.batch_sampler, "sampler", None)
+            # A data set is told too: its random transforms follow the epoch, also in worker processes.
+            holders += [self.loader.batch_sampler, self.loader.sampler, inner, self.loader.dataset]
         for holder in holders:
             if isinstance(holder, EpochAware):
                 holder.set_epoch(epoch)

@@ -60,6 +60,18 @@ def test_the_order_leaves_the_global_stream_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_data_set_in_a_torch_loader_is_told_the_epoch():
+    class Rows(TensorDataset):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    rows = Rows(torch.arange(4))
+    Cursor(DataLoader(rows), CPU).seek(Progress(epoch=3))
+    assert rows.epoch == 3
+
+
 def test_samplers_are_told_the_epoch():
     class Sampler(torch.utils.data.Sampler):
         epoch = None
