@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from inspect import cleandoc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from nvalchemi.cli import COMMANDS, app
+from nvalchemi.training import stages
 from tests.pages import blocks, commands, program
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,14 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     missing = [page for page in PAGES if page.startswith("docs/") and page.removeprefix("docs/") not in navigation]
     assert missing == []
+
+
+def test_the_drawn_loop_is_that_of_the_code():
+    """The picture of the loop stands in the code and on the page; they are one."""
+    page = (ROOT / "docs" / "design" / "loop.md").read_text(encoding="utf-8")
+    drawn = next("\n".join(lines) for language, _, lines in blocks(page) if language == "text")
+    assert stages.__doc__ is not None
+    assert drawn.strip() == cleandoc(stages.__doc__.split("::", 1)[1]).strip()
 
 
 def test_help_names_every_command():
