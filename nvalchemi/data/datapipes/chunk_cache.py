@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nvalchemi.data.datapipes.files import Files
+from nvalchemi.data.datapipes.files import Blob, Files
 from nvalchemi.data.datapipes.layout import ArraySpec
 from nvalchemi.data.datapipes.shards import (
     DamagedError,
@@ -191,37 +191,41 @@ class ChunkCache:
                 self._read_shard(shard, part, out, targets)
 
     def _read_shard(self, shard: int, chunks: np.ndarray, out: np.ndarray, slots: np.ndarray) -> None:
-        spec, key = self._spec, self._spec.key(self._path, shard)
-        with self._files.open(key) as blob:
-            if blob is None:
-                raise self._damaged(key, int(chunks[0]), "the file is missing")
-            version, index = self._indices.get(shard, (None, None))
-            if index is None or version != blob.version:
-                try:
-                    index = decode_index(spec, blob.tail(index_bytes(spec)))
-                except DamagedError as error:
-                    raise self._damaged(key, int(chunks[0]), str(error)) from error
-                self._indices[shard] = (blob.version, index)
-            ranges = index[chunks % spec.chunks_per_shard]
-            if (ranges[:, 0] < 0).any():
-                raise self._damaged(key, int(chunks[ranges[:, 0] < 0][0]), "the chunk is missing from the shard")
-            merged = coalesce(ranges)
-            number = 0
-            for (_, _, count), data in zip(merged, blob.read([(a, b) for a, b, _ in merged]), strict=True):
-                raw, offset = np.frombuffer(data, np.uint8), 0
-                for length in ranges[number : number + count, 1].tolist():
-                    try:
-                        decode_chunk(self._codec, raw[offset : offset + length], length, out[slots[number]])
-                    except DamagedError as error:
-                        raise self._damaged(key, int(chunks[number]), str(error)) from error
-                    offset += length
-                    number += 1
-        self.decoded += len(chunks)
-
-    def _damaged(self, key: str, chunk: int, problem: str) -> DataError:
+        key, at = self._spec.key(self._path, shard), 0
+        cause: Exception
+        try:
+            with self._files.open(key) as blob:
+                ranges = self._index(shard, blob)[chunks % self._spec.chunks_per_shard]
+                if (ranges[:, 0] < 0).any():
+                    at = int(np.flatnonzero(ranges[:, 0] < 0)[0])
+                    raise DamagedError("the chunk is missing from the shard")
+                merged = coalesce(ranges)
+                for (_, _, count), data in zip(merged, blob.read([(a, b) for a, b, _ in merged]), strict=True):
+                    raw, offset = np.frombuffer(data, np.uint8), 0
+                    for length in ranges[at : at + count, 1].tolist():
+                        decode_chunk(self._codec, raw[offset : offset + length], length, out[slots[at]])
+                        offset += length
+                        at += 1
+            self.decoded += len(chunks)
+            return
+        except (FileNotFoundError, NotADirectoryError) as error:
+            cause, problem = error, "the file is missing"
+        except OSError as error:
+            cause, problem = error, f"the file cannot be read ({type(error).__name__}: {error})"
+        except DamagedError as error:
+            cause, problem = error, str(error)
+        chunk = int(chunks[at])
         first = chunk * self._spec.chunk_rows
-        last = min(first + self._spec.chunk_rows, self._rows)
-        return DataError(
-            f"{self._files.name}: array {self._path}, chunk {chunk} (rows {first} to {last - 1}), file {key}: {problem}",
+        last = min(first + self._spec.chunk_rows, self._rows) - 1
+        raise DataError(
+            f"{self._files.name}: array {self._path}, chunk {chunk} (rows {first} to {last}), file {key}: {problem}",
             fix="restore the file from a copy or convert the data anew",
-        )
+        ) from cause
+
+    def _index(self, shard: int, blob: Blob) -> np.ndarray:
+        """Where the shard's chunks lie in its file, read again when the file was replaced."""
+        version, index = self._indices.get(shard, (None, None))
+        if index is None or version != blob.version:
+            index = decode_index(self._spec, blob.tail(index_bytes(self._spec)))
+            self._indices[shard] = (blob.version, index)
+        return index

@@ -16,7 +16,10 @@ from nvalchemi.errors import ConfigError, DataError
 
 
 class Blob(ABC):
-    """One file, open for reading: every read sees the same bytes, also when the file is replaced meanwhile (if local)."""
+    """One file, open for reading. Reading raises FileNotFoundError where there is none, OSError where it fails.
+
+    Of a local file every read sees the same bytes, also when the file is replaced meanwhile.
+    """
 
     version: Hashable = None
     """Changes when the file is replaced; None where that is not known."""
@@ -40,8 +43,8 @@ class Files(ABC):
         """A whole file, None where there is none."""
 
     @abstractmethod
-    def open(self, key: str) -> contextlib.AbstractContextManager[Blob | None]:
-        """A file to read parts of, None where there is none."""
+    def open(self, key: str) -> contextlib.AbstractContextManager[Blob]:
+        """A file to read parts of."""
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
@@ -131,29 +134,27 @@ class LocalFiles(Files):
             return None
 
     @contextlib.contextmanager
-    def open(self, key: str) -> Iterator[Blob | None]:
-        try:
-            fd = os.open(f"{self._root}/{key}", os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            yield None
-            return
+    def open(self, key: str) -> Iterator[Blob]:
+        fd = os.open(f"{self._root}/{key}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield _LocalBlob(fd)
         finally:
             os.close(fd)
 
     def put(self, key: str, data: bytes) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
         temporary = self._root / f".{uuid.uuid4().hex}.partial"  # all in one place, where the next writer clears them away
         self._waiting.append((temporary, self._root / key))
-        temporary.write_bytes(data)
+        with self._writing():
+            self._root.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
 
     def delete(self, key: str) -> None:
         path = self._root / key
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        with self._writing():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def children(self, key: str) -> list[str]:
         try:
@@ -161,7 +162,22 @@ class LocalFiles(Files):
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.name} cannot be written",
+                found=f"{type(error).__name__}: {error}",
+                fix="mend that and write again; what was committed before is untouched",
+            ) from error
+
     def flush(self) -> None:
+        with self._writing():
+            self._flush()
+
+    def _flush(self) -> None:
         # Contents before names: else a power cut could leave a name on an empty file, and the old file gone. All contents
         # first: the file system then writes its journal once, not once a file.
         for temporary, _ in self._waiting:
@@ -208,20 +224,24 @@ def _sync(path: Path) -> None:
 
 
 class _ZarrBlob(Blob):
-    def __init__(self, store: Any, key: str, tail: bytes) -> None:
-        self._store, self._key, self._tail = store, key, tail
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
 
     def tail(self, count: int) -> bytes:
-        if count <= len(self._tail):
-            return self._tail[len(self._tail) - count :]
         from zarr.abc.store import SuffixByteRequest
 
-        return _fetch(self._store, self._key, [SuffixByteRequest(count)])[0] or b""
+        return self._fetch([SuffixByteRequest(count)])[0]
 
     def read(self, ranges: list[tuple[int, int]]) -> list[bytes]:
         from zarr.abc.store import RangeByteRequest
 
-        return [data or b"" for data in _fetch(self._store, self._key, [RangeByteRequest(*r) for r in ranges])]
+        return self._fetch([RangeByteRequest(start, stop) for start, stop in ranges])
+
+    def _fetch(self, requests: list[Any]) -> list[bytes]:
+        found = [data for data in _fetch(self._store, self._key, requests) if data is not None]
+        if len(found) < len(requests):
+            raise FileNotFoundError(self._key)
+        return found
 
 
 def _fetch(store: Any, key: str, requests: list[Any]) -> list[bytes | None]:
@@ -255,10 +275,8 @@ class ZarrFiles(Files):
         return _fetch(self._store, key, [None])[0]
 
     @contextlib.contextmanager
-    def open(self, key: str) -> Iterator[Blob | None]:
-        from zarr.core.sync import sync
-
-        yield _ZarrBlob(self._store, key, b"") if sync(self._store.exists(key)) else None
+    def open(self, key: str) -> Iterator[Blob]:
+        yield _ZarrBlob(self._store, key)
 
     def put(self, key: str, data: bytes) -> None:
         from zarr.core.buffer import cpu
@@ -296,12 +314,3 @@ class ZarrFiles(Files):
 
         sync(self._store.set_if_not_exists(key, cpu.Buffer.from_bytes(data)))
         return self.get(key) == data
-
-
-def unwritable(error: OSError, store: str) -> DataError:
-    """What a failed write becomes."""
-    return DataError(
-        f"{store} cannot be written",
-        found=f"{type(error).__name__}: {error}",
-        fix="mend that and write again; what was committed before is untouched",
-    )

@@ -75,6 +75,16 @@ class PathLock(Lock):
         self._fd: int | None = None
 
     def acquire(self) -> None:
+        try:
+            self._acquire()
+        except OSError as error:
+            raise DataError(
+                f"{self._store} cannot be locked for writing",
+                found=f"{type(error).__name__}: {error}",
+                needed=f"leave to write {self._path}",
+            ) from error
+
+    def _acquire(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nvalchemi.data.datapipes.chunk_cache import ChunkCache
-from nvalchemi.data.datapipes.files import Files, unwritable
+from nvalchemi.data.datapipes.files import Files
 from nvalchemi.data.datapipes.layout import GROUP, RECORD_KEY, ROOT, ArraySpec, Record, check_document
 from nvalchemi.data.datapipes.shards import encode_shard, filler, make_codec
 from nvalchemi.errors import DataError
@@ -104,10 +104,7 @@ class StoreWriter:
         self._before: bytes | None = None
 
     def __enter__(self) -> StoreWriter:
-        try:
-            self._lock.acquire()
-        except OSError as error:
-            raise unwritable(error, self.files.name) from error
+        self._lock.acquire()
         try:
             self._open()
         except BaseException:
@@ -118,8 +115,6 @@ class StoreWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.files.discard()
         self._lock.release()
-        if isinstance(error, OSError):
-            raise unwritable(error, self.files.name) from error
 
     def _open(self) -> None:
         name = self.files.name
