@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi.errors import ConfigError
+
 Count = float | int | Tensor
 
 
@@ -110,6 +112,12 @@ class LossOutput:
         """
         if counts is None:
             return self.total
+        if not self.parts.keys() <= counts.keys():
+            raise ConfigError(
+                "a loss has parts whose labels nobody counts, so micro-batches cannot be put together",
+                found=f"parts {', '.join(self.parts)} and counts of {', '.join(counts)}",
+                fix="derive the loss from nvalchemi.objective.Objective or SupervisedLoss and give it counts(batch)",
+            )
         share: Tensor | None = None
         for name, part in self.parts.items():
             # Sum first: a number over a tensor of integers would be rounded to float32.
@@ -124,7 +132,7 @@ class LossOutput:
         return LossOutput(self.total.detach(), parts, self.samples, self.extra)
 
     def merged(self, other: LossOutput) -> LossOutput:
-        """The loss of both batches taken as one (detached values)."""
+        """Put two batches' losses together (detached values)."""
         parts = {
             name: LossPart(p.sum + other.parts[name].sum, p.count + other.parts[name].count, p.weight)
             for name, p in self.parts.items()

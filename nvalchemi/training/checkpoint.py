@@ -20,6 +20,7 @@ from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.hook import Scope
+from nvalchemi.training.names import plain_name
 
 logger = logging.getLogger("nvalchemi")
 
@@ -206,16 +207,13 @@ def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str,
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state under its plain names: wrappers (data parallel, compiled) leave no prefix."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    return get_model_state_dict(model)  # type: ignore[return-value]
+    return {plain_name(model, key): value for key, value in model.state_dict().items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Take back what :func:`model_state` gave, strictly."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    set_model_state_dict(model, dict(state))
+    wrapped = {plain_name(model, key): key for key in model.state_dict()}
+    model.load_state_dict({wrapped.get(key, key): value for key, value in state.items()})
 
 
 def generator_states(ctx: TrainContext) -> dict[str, Any]:

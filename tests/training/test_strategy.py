@@ -136,6 +136,16 @@ def test_each_part_is_divided_by_its_own_count():
     torch.testing.assert_close(one.weight, other.weight, rtol=1e-12, atol=0)
 
 
+def test_parts_that_nobody_counts_cannot_be_accumulated():
+    def loss(prediction, batch):
+        error = (prediction - batch[1]).square()
+        return LossOutput.from_parts({"own": LossPart(error.sum(), error.numel())}, len(error))
+
+    assert strategy(loss_fn=loss).run(batches(2)).progress.step == 1
+    with pytest.raises(ConfigError, match=r"nobody counts.*parts own.*counts\(batch\)"):
+        strategy(loss_fn=loss, accumulate=2).run(batches(2, 2))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_b48_the_loss_seen_is_the_true_one(accumulate):
     seen = []
