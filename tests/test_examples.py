@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from nvalchemi.cli.config import load_config
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -26,3 +29,8 @@ def test_example_is_short_and_says_what_it_is(path):
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 150
     assert ast.get_docstring(ast.parse(source))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configuration_is_valid(path):
+    assert load_config(path).data.train
