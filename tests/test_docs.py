@@ -19,7 +19,8 @@ from tests.pages import blocks, commands, program
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]]
-WITH_CODE = [page for page in PAGES if program((ROOT / page).read_text(encoding="utf-8"))]
+RESUMED = "docs/guide/training.md"  # runs with more lines behind it, in a test of its own
+WITH_CODE = [page for page in PAGES if page != RESUMED and program((ROOT / page).read_text(encoding="utf-8"))]
 
 
 def run_page(page: str, folder: Path, extra: str = "") -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,23 @@ def run_page(page: str, folder: Path, extra: str = "") -> subprocess.CompletedPr
 def test_code_of_the_page_runs(page, tmp_path):
     done = run_page(page, tmp_path)
     assert done.returncode == 0, f"{page} (line numbers are the page's)\n{done.stderr[-3000:]}"
+
+
+def test_what_the_page_on_training_saved_can_be_resumed(tmp_path):
+    """B120: the checkpoints that the page makes are there, go on, and end as a run that was never interrupted."""
+    extra = """
+import os
+from pathlib import Path
+assert [path.name for path in sorted(Path("runs/guide").iterdir())][-1].endswith("12")
+third = recipe(15).run(loader)
+assert third.progress.step == 15
+os.makedirs("elsewhere"), os.chdir("elsewhere")
+whole = recipe(15).run(loader)
+for name, weight in whole.model.state_dict().items():
+    assert torch.equal(weight, third.model.state_dict()[name]), name
+"""
+    done = run_page(RESUMED, tmp_path, extra)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES)
