@@ -152,7 +152,7 @@ class InteratomicPotential(EnergyModel):
             if energies is None or z in given:
                 self.known[z] = True
                 self.reference[z] = given.get(z, 0.0)
-        self.has_references = any(given.values())
+        self.has_references = energies is not None
 
     def set_energy_scale(self, scale: float) -> None:
         """Replace the factor of the network's energy."""
@@ -327,7 +327,7 @@ class InteratomicPotential(EnergyModel):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.has_references = bool((self.reference != 0).any())
+        self.has_references |= bool((self.reference != 0).any())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A cast to float32 is for the network; reference energies of 1e4 eV would lose 1 meV.
