@@ -77,12 +77,12 @@ class ChunkCache:
         slot = self._slot_of[chunk]
         absent = slot < 0
         if absent.any():
-            wanted = np.unique(chunk)
+            wanted, _ = _runs(np.sort(chunk))
             if len(wanted) > self._slots:
                 return self._stream(rows, chunk)
             if not self._resident:
                 self._touch(self._slot_of[wanted])
-            self._fill(np.unique(chunk[absent]))
+            self._fill(_runs(np.sort(chunk[absent]))[0])
             slot = self._slot_of[chunk]
         elif not self._resident:
             self._touch(slot)
@@ -152,7 +152,7 @@ class ChunkCache:
         """More chunks in one call than there are slots: go through them a shard's worth at a time, and keep none."""
         out = np.empty((len(rows), *self._spec.shape), self._spec.dtype)
         order = np.argsort(chunk, kind="stable")
-        wanted, starts = np.unique(chunk[order], return_index=True)
+        wanted, starts = _runs(chunk[order])
         stops = np.append(starts[1:], len(rows))
         step = min(self._spec.chunks_per_shard, len(wanted))
         scratch = self._empty(step)
@@ -178,7 +178,7 @@ class ChunkCache:
         """Decode chunks (sorted, at least one) into ``out[slots]``: by default in their order, with ``same`` all into the first."""
         if slots is None:
             slots = np.zeros(len(chunks), np.int64) if same else np.arange(len(chunks))
-        shards, starts = np.unique(chunks // self._spec.chunks_per_shard, return_index=True)
+        shards, starts = _runs(chunks // self._spec.chunks_per_shard)
         stops = [*starts[1:].tolist(), len(chunks)]
         for shard, start, stop in zip(shards.tolist(), starts.tolist(), stops, strict=True):
             part, targets = chunks[start:stop], slots[start:stop]
@@ -229,3 +229,14 @@ class ChunkCache:
             index = decode_index(self._spec, blob.tail(index_bytes(self._spec)))
             self._indices[shard] = (blob.version, index)
         return index
+
+
+def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct values of a sorted array of at least one, and where each begins.
+
+    As ``np.unique`` does it, which at its first call imports numpy.ma for 60 ms, the time of the whole first batch.
+    """
+    first = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    return values[starts], starts

@@ -282,7 +282,10 @@ def test_a_lost_chunk_in_a_store_of_another_kind_is_an_error(data: list[AtomicDa
         AtomicDataZarrReader(memory).read_many(range(64))
 
 
-def test_an_open_reader_keeps_its_commit_while_others_append(store: Path, data: list[AtomicData]) -> None:
+@pytest.mark.parametrize("memory", [False, True])
+def test_an_open_reader_keeps_its_commit_while_others_append(tmp_path: Path, data: list[AtomicData], memory: bool) -> None:
+    store = zarr.storage.MemoryStore() if memory else tmp_path / "a.zarr"
+    AtomicDataZarrWriter(store, chunk_rows=16, shard_rows=64, compressor="zstd").write(data)
     old = AtomicDataZarrReader(store, cache_bytes=0)
     assert same_structures(old.read_many([62, 1]), [data[62], data[1]])
     AtomicDataZarrWriter(store).append([structure(900 + i, 4, LABELS | {"charge"}) for i in range(30)])

@@ -326,6 +326,15 @@ def test_a_lock_file_left_behind_does_not_stand_in_the_way(tmp_path: Path) -> No
     AtomicDataZarrWriter(tmp_path / "a.zarr").write(some(1))
 
 
+def test_without_flock_the_lock_file_itself_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvalchemi.data.datapipes.lock.fcntl", None)
+    held = StoreWriter(open_files(tmp_path / "a.zarr"), ATOMIC_FORMAT, "append")
+    with held, pytest.raises(DataError, match=r"another writer.*if that process no longer runs, delete .*a\.zarr\.lock\.held"):
+        AtomicDataZarrWriter(tmp_path / "a.zarr").write(some(1))
+    AtomicDataZarrWriter(tmp_path / "a.zarr").write(some(1))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.zarr"]
+
+
 def test_a_link_to_a_store_is_under_the_same_lock(tmp_path: Path) -> None:
     AtomicDataZarrWriter(tmp_path / "a.zarr").write(some(1))
     (tmp_path / "b.zarr").symlink_to(tmp_path / "a.zarr")
