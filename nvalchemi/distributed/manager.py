@@ -81,7 +81,16 @@ def single_process(device: str | torch.device | None = None) -> SingleProcess:
     return SingleProcess(torch.device(device) if device is not None else _device_of(0))
 
 
-class DistributedManager:
+class _Forwarding(type):
+    """Lets the class answer for what PhysicsNeMo's class has besides: its static methods."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):  # what copying, pickling and help() look for is no reason to import PhysicsNeMo
+            raise AttributeError(name)
+        return getattr(_physicsnemo(), name)
+
+
+class DistributedManager(metaclass=_Forwarding):
     """PhysicsNeMo's ``DistributedManager``, sharing its state, started so that it works with and without GPUs.
 
     Both classes are windows on one state: initialise either, and the other knows rank, device and named groups. All further
@@ -308,7 +317,7 @@ def _device_of(local_rank: int) -> torch.device:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment for a child process, with some variables set for the child alone."""
+    """The environment of this process for a child, with some variables set for the child alone."""
     return {**os.environ, **changes}
 
 

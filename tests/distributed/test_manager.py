@@ -102,6 +102,7 @@ print(json.dumps({
     "theirs": [Theirs().rank, Theirs().world_size, Theirs().local_rank, Theirs().distributed, str(Theirs().device)],
     "shared": Theirs.is_initialized() and manager.group() is None and manager._initialization_method == "None",
     "group": torch.distributed.is_initialized(),
+    "static": DistributedManager.create_process_subgroup is Theirs.create_process_subgroup,
 }))
 """
 
@@ -118,6 +119,7 @@ def test_plain_process_shares_state_with_physicsnemo(plain):
     assert plain["ours"][:4] == [0, 1, 0, False]
     assert plain["theirs"] == plain["ours"]
     assert plain["shared"]
+    assert plain["static"]
 
 
 def test_plain_process_is_silent_and_changes_nothing(plain):
