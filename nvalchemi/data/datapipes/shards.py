@@ -15,9 +15,6 @@ from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
-from numcodecs.blosc import BITSHUFFLE, NOSHUFFLE, SHUFFLE, Blosc
-from numcodecs.gzip import GZip
-from numcodecs.zstd import Zstd
 
 from nvalchemi.data.datapipes.layout import ArraySpec
 
@@ -40,12 +37,19 @@ def make_codec(codec: Mapping[str, Any] | None) -> Codec | None:
     if codec is None:
         return None
     settings = dict(codec["configuration"])
+    # Brought in here, because importing numcodecs adds a warnings filter.
     if codec["name"] == "blosc":
+        from numcodecs.blosc import BITSHUFFLE, NOSHUFFLE, SHUFFLE, Blosc
+
         shuffle = {"noshuffle": NOSHUFFLE, "shuffle": SHUFFLE, "bitshuffle": BITSHUFFLE}[settings["shuffle"]]
         return Blosc(settings["cname"], settings["clevel"], shuffle, settings.get("blocksize", 0))
     if codec["name"] == "zstd":
+        from numcodecs.zstd import Zstd
+
         return Zstd(level=settings["level"], checksum=settings.get("checksum", False))
     if codec["name"] == "gzip":
+        from numcodecs.gzip import GZip
+
         return GZip(level=settings["level"])
     raise ValueError(f"unknown compressor {codec['name']!r}")
 
