@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
@@ -72,14 +73,15 @@ class Demonstration:
         self._title("1  Labels")
         with self._timed("labels"):
             self.draw_structures()
-        self._title("2  Training")
-        with self._timed("training"):
-            steps = self.train()
-        self._title("3  Test and dynamics")
-        with self._timed("test"):
-            scores = self.test()
-        with self._timed("dynamics"):
-            motion = self.move()
+        with one_thread():
+            self._title("2  Training")
+            with self._timed("training"):
+                steps = self.train()
+            self._title("3  Test and dynamics")
+            with self._timed("test"):
+                scores = self.test()
+            with self._timed("dynamics"):
+                motion = self.move()
         with self._timed("plots"):
             plots = [*plot.draw_curves(self.run), *plot.draw_parity(self.run, "new_molecules"), self.path_plot]
         result = {
@@ -202,6 +204,17 @@ class Demonstration:
         start = perf_counter()
         yield
         self.seconds[name] = perf_counter() - start
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: on molecules so small a second one gains nothing, and waits for whatever else the machine does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def configuration(train: Path, valid: Path, seconds: float, seed: int, changes: dict[str, Any]) -> TrainConfig:
