@@ -193,7 +193,9 @@ class PaiNNReadout(nn.Module):
 
     def forward(self, scalars: Tensor) -> Tensor:
         """(N,) from (N, F)."""
-        return torch.mm(silu(torch.addmm(self.hidden_bias, scalars, self.hidden)), self.out).squeeze(1)
+        hidden = silu(torch.addmm(self.hidden_bias, scalars, self.hidden))
+        # No product of matrices: under autocast that would round energies to three digits.
+        return (hidden * self.out.squeeze(1)).sum(1)
 
 
 def xavier(*shape: int, fan: int | None = None) -> nn.Parameter:

@@ -131,6 +131,18 @@ def test_second_derivatives_are_finite_where_vectors_vanish(data, fast):
     assert moved.positions.grad.isfinite().all()
 
 
+def test_under_autocast():
+    """Mixed precision runs, near to what full precision gives; energies are summed in float64 all the same."""
+    model, batch = painn(torch.float32), Batch.from_data_list([molecule(9, dtype=torch.float32)])
+    full = model.predict(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.predict(batch)
+    assert out["energy"].dtype == torch.float64 and out["forces"].dtype == torch.float32
+    assert float((out["forces"] - full["forces"]).detach().abs().max()) < 0.1 * float(full["forces"].detach().abs().max())
+    out["forces"].square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_elements_and_settings():
     net = PaiNN(["O", 1, "C", "H"])
     assert net.elements == (1, 6, 8)

@@ -231,6 +231,8 @@ def test_state_and_settings():
     other = painn(references=None)
     other.load_state_dict(state)
     assert other.reference_energies == REFERENCES
+    zeros = InteratomicPotential(PaiNN(n_features=4, n_interactions=1), reference_energies={"H": 0.0})
+    assert zeros.config()["reference_energies"] == {"H": 0.0}
     assert float(other.scale) == 1.3
     for wrong in ({"cutoff": 0.0}, {"energy_scale": -1.0}, {"energy_scale": float("nan")}, {"cutoff": 2.0}):
         with pytest.raises(ConfigError):
