@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError
+from nvalchemi.models.derivatives import energy_and_derivatives
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf
 
 
@@ -23,6 +25,9 @@ class EnergyModel(nn.Module):
     ----------
     net
         The network.
+    outputs
+        What `predict` can give. An energy of atoms that is differentiable with respect to the positions (and, for stress, the cell) of
+        its batch says ``("energy", "forces", "stress")``, and the derivatives are made for it.
 
     Examples
     --------
@@ -36,58 +41,83 @@ class EnergyModel(nn.Module):
     """
 
     net: nn.Module
+    outputs: ClassVar[tuple[str, ...]] = ("energy",)
 
     def forward(self, x: Any) -> Tensor:
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""
         raise ConfigError(f"{type(self).__name__} has no forward", fix="define forward(self, x) -> Tensor of shape (batch,)")
 
     def gradient(self, x: Any, create_graph: bool = False) -> Tensor:
-        """Give the gradient of the energy with respect to ``x``, which is minus the score.
+        """Give the gradient of the energy with respect to ``x``, which is minus the score, or minus the forces.
 
         Parameters
         ----------
         x
-            (batch, ...) of a floating dtype.
+            (batch, ...) of a floating dtype, or a `nvalchemi.data.Batch`, whose positions are then what is differentiated by.
         create_graph
             Keep the graph, for a loss that differentiates the gradient. It then also reaches back to ``x``, if ``x`` requires a gradient.
 
         Returns
         -------
         Tensor
-            Of the shape of ``x``. Works under ``torch.no_grad`` and ``torch.inference_mode`` as well.
+            Of the shape of ``x``, or (N, 3) in eV/Å. Works under ``torch.no_grad`` and ``torch.inference_mode`` as well.
         """
+        moves = x.positions if isinstance(x, Batch) else x
         with differentiable():
-            at = x if create_graph and x.requires_grad else leaf(x)
-            return input_gradient(self(at), at, create_graph=create_graph)
+            at = moves if create_graph and moves.requires_grad else leaf(moves)
+            energy = self(x.replace(positions=at) if isinstance(x, Batch) else at)
+            return input_gradient(energy, at, create_graph=create_graph)
 
     def predict(self, x: Any, outputs: Sequence[str] = ("energy",)) -> dict[str, Tensor]:
-        """Give the asked-for predictions by name; a plain energy knows ``"energy"`` only.
+        """Predict what is asked for, and compute nothing else.
+
+        Parameters
+        ----------
+        x
+            As `forward` takes it; a `nvalchemi.data.Batch` for forces and stress.
+        outputs
+            Some of `outputs`: ``"energy"`` (B,), and of a batch's energy in eV ``"forces"`` (N, 3) eV/Å and ``"stress"`` (B, 3, 3)
+            eV/Å³ with tension positive, both derivatives of the energy. The stress of a structure that repeats nowhere is NaN.
+
+        Returns
+        -------
+        dict
+            By name. With a graph, ready for one backward pass to the parameters, where the model is in training mode and gradients are
+            enabled; without one otherwise, also under ``torch.no_grad`` and ``torch.inference_mode``.
 
         Raises
         ------
         ConfigError
-            For any other name.
+            For a name that is not among `outputs`.
         """
-        check_outputs(self, outputs, ("energy",))
-        energy = self(x)
-        return {"energy": energy if self.training else energy.detach()}
+        self.check_outputs(outputs)
+        graph = self.training and torch.is_grad_enabled()
+        if {"forces", "stress"}.isdisjoint(outputs):
+            with torch.set_grad_enabled(graph):
+                return {"energy": self(x)} if "energy" in outputs else {}
+        return energy_and_derivatives(self, x, outputs, graph=graph)
+
+    def check_outputs(self, outputs: Sequence[str]) -> None:
+        """Refuse names that are not among `outputs`.
+
+        Raises
+        ------
+        ConfigError
+            For these, and for a bare string in place of a tuple.
+        """
+        unknown = [name for name in outputs if name not in self.outputs]
+        if isinstance(outputs, str) or unknown:
+            raise ConfigError(
+                f"{type(self).__name__} does not predict that",
+                found=repr(outputs) if isinstance(outputs, str) else ", ".join(unknown),
+                needed=f"some of {', '.join(self.outputs)}",
+            )
 
     def config(self) -> dict[str, Any]:
         """Plain data from which `nvalchemi.models.build_model` makes the same model, without its weights."""
         raise ConfigError(
             f"{type(self).__name__} cannot say how it is rebuilt",
             fix="define config() and register the class with register_model",
-        )
-
-
-def check_outputs(model: nn.Module, outputs: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names that ``model`` does not predict."""
-    unknown = [name for name in outputs if name not in known]
-    if isinstance(outputs, str) or unknown:
-        raise ConfigError(
-            f"{type(model).__name__} does not predict that",
-            found=repr(outputs) if isinstance(outputs, str) else ", ".join(unknown),
-            needed=f"some of {', '.join(known)}",
         )
 
 

@@ -10,7 +10,7 @@ Two traps are closed here, once for scores and forces alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,13 +34,18 @@ def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False
     Tensor
         Of the shape of ``inputs``; zeros where the energy does not depend on them.
     """
+    return input_gradients(energy, (inputs,), create_graph=create_graph)[0]
+
+
+def input_gradients(energy: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> tuple[Tensor, ...]:
+    """Give the gradients with respect to several inputs in one pass; otherwise as `input_gradient`."""
     total = energy.sum()
     if not total.requires_grad:
-        return torch.zeros_like(inputs)
-    (gradient,) = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
+        return tuple(torch.zeros_like(x) for x in inputs)
+    gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
     if create_graph:
-        gradient = gradient + (0.0 * total).to(gradient.dtype)
-    return gradient
+        return tuple(g + (0.0 * total).to(g.dtype) for g in gradients)
+    return gradients
 
 
 @contextmanager

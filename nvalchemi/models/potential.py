@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
 from nvalchemi.errors import ConfigError, DataError
-from nvalchemi.models.energy import EnergyModel, check_outputs, parameter_dtype
+from nvalchemi.models.derivatives import per_volume
+from nvalchemi.models.energy import EnergyModel, parameter_dtype
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf, plain
 from nvalchemi.models.references import (
     MAX_Z,
@@ -23,8 +24,6 @@ from nvalchemi.models.references import (
     refuse_shifted,
     symbol,
 )
-
-OUTPUTS = ("energy", "forces", "stress")
 
 
 class PotentialNet(nn.Module, ABC):
@@ -38,12 +37,15 @@ class PotentialNet(nn.Module, ABC):
     ----------
     elements
         Atomic numbers that the network knows, None for all.
+    cutoff
+        Å; 0 for a network that leaves it to the potential.
     gives_gradient
         Whether ``forward(..., gradient=True)`` gives ``(energies, gradient)``, the gradient of their sum with respect to the vectors,
         (E, 3), whose own dependence on the parameters can be differentiated once. A network without this is differentiated by autograd.
     """
 
     elements: tuple[int, ...] | None = None
+    cutoff: float = 0.0
     gives_gradient: ClassVar[bool] = False
 
     @abstractmethod
@@ -83,7 +85,7 @@ class InteratomicPotential(EnergyModel):
     net
         A `PotentialNet`, or another module with the same ``forward``.
     cutoff
-        Å. Neighbours within this distance are handed to the network. Taken from ``net.cutoff`` where not given.
+        Å. Neighbours within this distance are handed to the network. Taken from a `PotentialNet` where not given.
     reference_energies
         eV by symbol or atomic number; None for none. With them, an element that is not among them is an error.
     energy_scale
@@ -97,6 +99,7 @@ class InteratomicPotential(EnergyModel):
         Reference energies of no elements.
     """
 
+    outputs = ("energy", "forces", "stress")
     reference: Tensor
     known: Tensor
     scale: Tensor
@@ -110,7 +113,7 @@ class InteratomicPotential(EnergyModel):
         energy_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        inside = getattr(net, "cutoff", None)
+        inside = net.cutoff if isinstance(net, PotentialNet) and net.cutoff else None
         cutoff = inside if cutoff is None else cutoff
         if cutoff is None or not 0 < cutoff < float("inf"):
             raise ConfigError("a potential needs a cutoff", found=cutoff, needed="a positive length in Å", fix="give cutoff=5.0")
@@ -186,15 +189,6 @@ class InteratomicPotential(EnergyModel):
         edges = self._edges(batch)
         return self._total(batch, self.net(batch.atomic_numbers, edges.vectors, edges.pairs))
 
-    def gradient(self, x: Batch, create_graph: bool = False) -> Tensor:
-        """Give the gradient of the energies with respect to the positions, (N, 3), eV/Å: minus the forces."""
-        self._check(x)
-        with differentiable():
-            positions = x.positions
-            if not (create_graph and positions.requires_grad):
-                positions = leaf(positions)
-            return input_gradient(self(x.replace(positions=positions)), positions, create_graph=create_graph)
-
     def predict(self, x: Batch, outputs: Sequence[str] = ("energy", "forces")) -> dict[str, Tensor]:
         """Predict what is asked for, and compute nothing else.
 
@@ -212,7 +206,7 @@ class InteratomicPotential(EnergyModel):
             By name. With a graph, ready for one backward pass to the parameters, where the model is in training mode and gradients are
             enabled; without one otherwise, also under ``torch.no_grad`` and ``torch.inference_mode``.
         """
-        check_outputs(self, outputs, OUTPUTS)
+        self.check_outputs(outputs)
         self._check(x)
         graph = self.training and torch.is_grad_enabled()
         forces, stress = "forces" in outputs, "stress" in outputs
@@ -262,14 +256,7 @@ class InteratomicPotential(EnergyModel):
         outer = edges.vectors.unsqueeze(2) * gradient.unsqueeze(1)
         owner = plain(batch.batch_idx).index_select(0, edges.pairs[1])
         virial = gradient.new_zeros(batch.num_graphs, 3, 3).index_add(0, owner, outer)
-        virial = 0.5 * (virial + virial.mT)
-        if "cell" not in batch or "pbc" not in batch:
-            return torch.full_like(virial, torch.nan)
-        volume = torch.linalg.det(batch.cell.double()).abs().to(virial.dtype)
-        periodic = batch.pbc.any(dim=1) & (volume > 0)
-        # Divided by one where there is no volume: a NaN that reached the quotient would reach the parameters through its gradient.
-        stress = virial / torch.where(periodic, volume, torch.ones_like(volume))[:, None, None]
-        return torch.where(periodic[:, None, None], stress, torch.full_like(stress, torch.nan))
+        return per_volume(0.5 * (virial + virial.mT), batch)
 
     def _edges(self, batch: Batch) -> Edges:
         """The edges within the cutoff, their vectors in the dtype of the network."""
