@@ -1,6 +1,7 @@
 """Training: a strategy, its hooks, its losses."""
 
 from nvalchemi.training.context import Progress, TrainContext
+from nvalchemi.training.evaluation import evaluate
 from nvalchemi.training.hook import Every, Hook, PeriodicHook, Scope, around, on
 from nvalchemi.training.losses import (
     ConstantWeight,
@@ -22,7 +23,7 @@ from nvalchemi.training.optimizers import OptimizerConfig
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 from nvalchemi.training.strategy import TrainingStrategy
 from nvalchemi.training.update import ScaledUpdate, Update
-from nvalchemi.training.validation import ValidationConfig, evaluate
+from nvalchemi.training.validation import ValidationConfig
 
 __all__ = [
     "ConstantWeight",

@@ -11,7 +11,6 @@ from torch import nn
 
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import differentiable, input_gradient, leaf
 from nvalchemi.objective import LossOutput, LossPart, Objective
 from nvalchemi.training import (
     EnergyMAELoss,
@@ -28,8 +27,8 @@ from nvalchemi.training import (
     ValidationConfig,
     around,
     evaluate,
+    measures,
     on,
-    validation,
 )
 from nvalchemi.training.hooks import EMAHook
 from tests.training.losses.systems import make_batch
@@ -37,6 +36,8 @@ from tests.training.losses.systems import make_batch
 
 class Springs(EnergyModel):
     """Every atom on a spring to the origin; the net is one stiffness and a dropout."""
+
+    outputs = ("energy", "forces")
 
     def __init__(self, stiffness=1.0, dropout=0.0):
         super().__init__()
@@ -48,15 +49,6 @@ class Springs(EnergyModel):
         squares = batch.positions.square().sum(-1, keepdim=True)
         energy = 0.5 * self.dropout(self.net(squares.to(self.net.weight.dtype))).squeeze(-1).double()
         return energy.new_zeros(batch.num_graphs).index_add(0, batch.batch_idx, energy)
-
-    def predict(self, batch, outputs=("energy",)):
-        keep = torch.is_grad_enabled() and self.training
-        with differentiable():
-            x = leaf(batch.positions)
-            found = {"energy": self(batch.replace(positions=x))}
-            if "forces" in outputs:
-                found["forces"] = -input_gradient(found["energy"], x, create_graph=keep)
-        return found if keep else {name: value.detach() for name, value in found.items()}
 
 
 @pytest.fixture
@@ -209,6 +201,25 @@ def test_nothing_to_validate_on():
         evaluate(Springs(), [], ForceMSELoss())
     with pytest.raises(DataError, match="needed: forces"):
         evaluate(Springs(), [make_batch().replace(forces=None)], ForceMSELoss())
+    with pytest.raises(DataError, match="no labelled forces"):
+        evaluate(Springs(), [make_batch().replace(forces=None)], outputs=("forces",))
+
+
+class EnergiesAlone(Springs):
+    outputs = ("energy",)
+
+
+def test_what_the_model_predicts_is_what_is_measured(batches):
+    parts, _ = batches
+    assert "forces" in parts[0]
+    metrics = evaluate(EnergiesAlone(), parts)
+    assert metrics["energy_mae"] > 0 and not [name for name in metrics if "forces" in name]
+    assert metrics == evaluate(EnergiesAlone(), parts, outputs=("energy",))
+    with pytest.raises(ConfigError, match="does not predict that; found: forces"):
+        evaluate(EnergiesAlone(), parts, outputs=("forces",))
+    for outputs in (("force",), "energy"):
+        with pytest.raises(ConfigError, match="errors are not measured of that"):
+            evaluate(Springs(), parts, outputs=outputs)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +228,8 @@ def test_nothing_to_validate_on():
         ({"validation_data": iter([1])}, "only once"),
         ({"validation_data": 3}, "iterated"),
         ({"validation_data": [], "every_n_steps": 1, "every_n_epochs": 1}, "one frequency"),
+        ({"validation_data": [], "every_n_epochs": 0}, "one positive whole number"),
+        ({"validation_data": [], "outputs": ("dipole",)}, "not measured of that"),
     ],
 )
 def test_configs_that_cannot_work(settings, words):
@@ -229,12 +242,12 @@ def test_ranks_add_up_even_if_one_has_no_batch(batches, monkeypatch):
     model, loss_fn = Springs(), EnergyMSELoss() + 2.0 * ForceMSELoss()
     ranks = []
     for mine in (parts[:2], parts[2:], []):
-        totals = validation.Totals(torch.device("cpu"))
+        totals = measures.Totals(torch.device("cpu"))
         for batch in mine:
             predictions = model.predict(batch, ("energy", "forces"))
             totals.add_samples(len(batch))
             totals.add_loss(loss_fn(predictions, batch).detached())
-            totals.add_errors({k: v.detach() for k, v in predictions.items()}, batch, {k: k for k in validation.OUTPUTS})
+            totals.add_errors({k: v.detach() for k, v in predictions.items()}, batch, {k: k for k in measures.OUTPUTS})
         ranks.append(totals)
     tables = []
 
@@ -246,8 +259,8 @@ def test_ranks_add_up_even_if_one_has_no_batch(batches, monkeypatch):
         return sum(tables)
 
     expected = evaluate(model, parts, loss_fn, outputs=())
-    monkeypatch.setattr(validation, "gather", gather)
-    monkeypatch.setattr(validation, "all_reduce", all_reduce)
+    monkeypatch.setattr(measures, "gather", gather)
+    monkeypatch.setattr(measures, "all_reduce", all_reduce)
     found = [totals.metrics(None) for totals in ranks[:2]] + [ranks[2].metrics(None)]
     assert found[2] == pytest.approx(expected, rel=1e-12)
 
