@@ -159,7 +159,7 @@ def make_strategy(
         seed=section.seed,
         distributed_manager=manager,
         validation_config=None if validation is None else make_validation(config, validation),
-        hooks=make_hooks(config, run, steps, validated=validation is not None),
+        hooks=make_hooks(config, run, validated=validation is not None),
         resume_from=run.checkpoints if resume else None,
     )
 
@@ -178,7 +178,7 @@ def make_validation(config: TrainConfig, validation: Dataset | InMemoryDataset) 
     return ValidationConfig(validation_data=loader, every_n_epochs=section.every_n_epochs, every_n_steps=section.every_n_steps)
 
 
-def make_hooks(config: TrainConfig, run: RunDir, steps: int | None, *, validated: bool) -> list[Hook]:
+def make_hooks(config: TrainConfig, run: RunDir, *, validated: bool) -> list[Hook]:
     """The hooks that the configuration asks for."""
     section, saving = config.training, config.checkpoint
     hooks: list[Hook] = [StopOnSignalHook(), SpikeHook(section.spike_factor)]
@@ -187,14 +187,13 @@ def make_hooks(config: TrainConfig, run: RunDir, steps: int | None, *, validated
     if section.clip_norm is not None:
         hooks.append(GradientClipHook(section.clip_norm))
     if section.max_time is not None:
-        hooks.append(TimeBudgetHook(section.max_time, make_shape(config), steps))
+        hooks.append(TimeBudgetHook(section.max_time, make_shape(config)))
     if section.ema_decay is not None:
         # Corrected: in a short run the untrained weights would otherwise still be in the average.
         hooks.append(EMAHook(section.ema_decay, bias_corrected=True))
     if section.early_stop is not None:
         hooks.append(EarlyStopHook(**section.early_stop.model_dump()))
-    left = None if section.max_time is None else max(section.max_time - run.seconds(), 1.0)
-    hooks += [ProgressHook(left), MetricsHook(run.path, Every(steps=config.report_every_n_steps))]
+    hooks += [ProgressHook(), MetricsHook(run.path, Every(steps=config.report_every_n_steps))]
     often = saving if saving.every_n_epochs or saving.every_n_steps else config.validation
     every = Every(steps=often.every_n_steps) if often.every_n_steps else Every(epochs=often.every_n_epochs or 1)
     keep_best = saving.keep_best if validated else None

@@ -79,11 +79,6 @@ class RunDir:
         """Keep how to rebuild the model."""
         self.model_file.write_text(json.dumps(config, indent=1))
 
-    def seconds(self) -> float:
-        """How long the run has been going, by its metrics; 0 before there are any."""
-        records = self.records() if self.metrics.is_file() else []
-        return float(records[-1]["time"]) if records else 0.0
-
     def records(self) -> list[dict[str, Any]]:
         """The metrics written so far, in order."""
         if not self.metrics.is_file():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.distributed import Manager
 from nvalchemi.objective import Count, LossOutput, Objective
 
 if TYPE_CHECKING:
@@ -92,12 +93,17 @@ class TrainContext:
         What is minimised.
     progress
         The counters.
+    several_models
+        Whether a dict of models was declared; the objective is then given the dict.
+    num_epochs, num_steps
+        Where the run ends, as declared.
     generator
         This rank's random generator on the run's device.
     cursor, hooks, optimizers, schedulers, update
         The loader's position, the hook table, what was built from the optimizer configs, and the owner of backward and step.
     group
-        The micro-batches of the current step; :attr:`batch` is the current one.
+        The micro-batches of the current step; :attr:`batch` is the current one, and :attr:`is_last_microbatch` says whether it
+        completes the step.
     counts
         Labels of each loss part over the whole step, or ``None`` where one micro-batch is the step.
     loss
@@ -116,7 +122,7 @@ class TrainContext:
         The models' modes and flags as they were before the run.
     """
 
-    manager: Any
+    manager: Manager
     models: dict[str, nn.Module]
     main: str
     objective: Objective
@@ -166,6 +172,22 @@ class TrainContext:
             or (self.num_steps is not None and self.progress.step >= self.num_steps)
             or (self.num_epochs is not None and self.progress.epoch >= self.num_epochs)
         )
+
+    @property
+    def fraction_done(self) -> float | None:
+        """How much of the run is done by steps or epochs, from 0 to 1, whichever ends it first; ``None`` where that is not known."""
+        parts: list[float] = []
+        if self.num_steps:
+            parts.append(self.progress.step / self.num_steps)
+        if self.num_epochs:
+            length = self.cursor.num_batches
+            parts.append((self.progress.epoch + (self.progress.batch / length if length else 0.0)) / self.num_epochs)
+        return min(max(parts), 1.0) if parts else None
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The present rate of each optimizer's first parameter group, by the optimizer's name."""
+        return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
 
     def stop(self, reason: str) -> None:
         """End the run after this step; the first reason given is kept."""

@@ -98,9 +98,7 @@ class MetricsHook(PeriodicHook):
         loss = {k: v for k, v in means.items() if k == "loss" or k.startswith("loss/")}
         rate = (ctx.progress.samples - self._samples) / max(now - self._since, 1e-9)
         others = {k: v for k, v in means.items() if k not in loss}
-        self._write(
-            "train", ctx, {**loss, **learning_rates(ctx), "samples_per_s": rate, "skipped": ctx.progress.skipped, **others}
-        )
+        self._write("train", ctx, {**loss, **named_rates(ctx), "samples_per_s": rate, "skipped": ctx.progress.skipped, **others})
         self._since, self._samples = now, ctx.progress.samples
 
     @around(TrainingSpan.VALIDATION)
@@ -230,9 +228,9 @@ class RecordFiles:
         self._csv.flush()
 
 
-def learning_rates(ctx: TrainContext) -> dict[str, float]:
-    """The present rate of each optimizer's first group: ``lr``, or ``lr/<optimizer>`` where there are several."""
-    rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in ctx.optimizers.items()}
+def named_rates(ctx: TrainContext) -> dict[str, float]:
+    """``lr``, or ``lr/<optimizer>`` where there are several."""
+    rates = ctx.learning_rates
     return {"lr": next(iter(rates.values()))} if len(rates) == 1 else {f"lr/{name}": rate for name, rate in rates.items()}
 
 

@@ -8,8 +8,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
+from nvalchemi.distributed import Manager
+from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
@@ -23,31 +25,39 @@ class ProgressHook(Hook):
     """Show step, epoch, rate, time left, loss, learning rate and the last validation, on stderr.
 
     On a terminal a live display is redrawn a few times a second; elsewhere a plain line is printed now and then. The loss is fetched
-    from the device only when something is shown, never once a step. Only rank 0 shows anything.
+    from the device only when something is shown, never once a step. Only rank 0 shows anything. What is left is known where the run
+    ends by steps, by epochs, or by a time budget (``ctx.metrics["budget_used"]``).
 
     Parameters
     ----------
-    max_time
-        The run's time budget in seconds, if it has one, for the time left.
     refresh
         Seconds between two redraws on a terminal.
     interval
-        Seconds between two plain lines.
+        Seconds between two plain lines; 0, here and above, shows every step.
     stream
         Where to write; stderr by default.
+
+    Raises
+    ------
+    ConfigError
+        For negative intervals.
     """
 
     order = Order.OBSERVE
 
-    def __init__(
-        self, max_time: float | None = None, *, refresh: float = 0.25, interval: float = 10.0, stream: IO[str] | None = None
-    ) -> None:
-        self.max_time, self.refresh, self.interval, self.stream = max_time, refresh, interval, stream
+    def __init__(self, *, refresh: float = 0.25, interval: float = 10.0, stream: IO[str] | None = None) -> None:
+        if not (refresh >= 0 and interval >= 0):
+            raise ConfigError(
+                "progress cannot be shown like this",
+                found=f"refresh={refresh!r}, interval={interval!r}",
+                needed="seconds, 0 for every step",
+            )
+        self.refresh, self.interval, self.stream = refresh, interval, stream
         self._display: Display | None = None
-        self._pace = Pace(max_time)
+        self._pace = Pace()
         self._next = math.inf
 
-    def is_active(self, manager: Any) -> bool:
+    def is_active(self, manager: Manager) -> bool:
         return manager.rank == 0
 
     @around(TrainingSpan.RUN)
@@ -67,7 +77,7 @@ class ProgressHook(Hook):
             return
         stream = sys.stderr if self.stream is None else self.stream
         self._display = Live(stream) if stream.isatty() else Lines(stream)
-        self._pace = Pace(self.max_time)
+        self._pace = Pace()
         self._pace.look(ctx)
         # The first line comes early: a start that looks dead is the worst kind.
         self._next = time.monotonic() + min(self._display.period(self), 1.0)
@@ -112,17 +122,20 @@ class ProgressHook(Hook):
 
 @dataclass(slots=True)
 class _Look:
+    """Where a run was: ``worked`` leaves out the time of validations, ``fraction`` is by steps or epochs, ``budget`` by the clock."""
+
     time: float
+    worked: float
     step: int
     samples: int
     fraction: float | None
+    budget: float | None
 
 
 class Pace:
     """How fast a run goes and how far it is, from looks at it that are some time apart."""
 
-    def __init__(self, max_time: float | None = None) -> None:
-        self.max_time = max_time
+    def __init__(self) -> None:
         self._start = time.monotonic()
         self._paused = 0.0
         self._looks: deque[_Look] = deque()
@@ -133,9 +146,11 @@ class Pace:
 
     def look(self, ctx: TrainContext) -> None:
         """Note where the run is now."""
-        now = time.monotonic() - self._paused
-        self._looks.append(_Look(now, ctx.progress.step, ctx.progress.samples, done_fraction(ctx)))
-        while len(self._looks) > 2 and now - self._looks[0].time > MEMORY:
+        now, budget = time.monotonic(), ctx.metrics.get("budget_used")
+        worked = now - self._paused
+        known = None if budget is None else float(budget)
+        self._looks.append(_Look(now, worked, ctx.progress.step, ctx.progress.samples, ctx.fraction_done, known))
+        while len(self._looks) > 2 and worked - self._looks[0].worked > MEMORY:
             self._looks.popleft()
 
     @property
@@ -147,40 +162,34 @@ class Pace:
     def rates(self) -> tuple[float, float] | None:
         """Steps and samples a second, or ``None`` before there are two looks."""
         first, last = self._ends()
-        seconds = last.time - first.time
+        seconds = last.worked - first.worked
         return ((last.step - first.step) / seconds, (last.samples - first.samples) / seconds) if seconds > 0 else None
 
     @property
     def fraction(self) -> float | None:
-        """How much of the run is done, from 0 to 1, or ``None`` where its end is not known."""
-        parts = [self._ends()[1].fraction, None if self.max_time is None else self.elapsed / self.max_time]
-        known = [part for part in parts if part is not None]
-        return min(max(known), 1.0) if known else None
+        """How much of the run is done, earlier sittings included, from 0 to 1, or ``None`` where its end is not known."""
+        last = self._ends()[1]
+        return max((part for part in (last.fraction, last.budget) if part is not None), default=None)
 
     @property
     def left(self) -> float | None:
         """Seconds to go, or ``None`` where that is not known."""
         first, last = self._ends()
-        ends = [] if self.max_time is None else [max(self.max_time - self.elapsed, 0.0)]
-        if first.fraction is not None and last.fraction is not None and last.fraction > first.fraction:
-            ends.append((1.0 - last.fraction) * (last.time - first.time) / (last.fraction - first.fraction))
-        return min(ends) if ends else None
+        ends = [
+            _rest(first.fraction, last.fraction, last.worked - first.worked),
+            _rest(first.budget, last.budget, last.time - first.time),
+        ]
+        return min((end for end in ends if end is not None), default=None)
 
     def _ends(self) -> tuple[_Look, _Look]:
         return self._looks[0], self._looks[-1]
 
 
-def done_fraction(ctx: TrainContext) -> float | None:
-    """How much of the run is done by steps, epochs or budget, whichever ends it first; ``None`` where that is not known."""
-    parts: list[float] = []
-    if ctx.num_steps:
-        parts.append(ctx.progress.step / ctx.num_steps)
-    if ctx.num_epochs:
-        length = ctx.cursor.num_batches
-        parts.append((ctx.progress.epoch + (ctx.progress.batch / length if length else 0.0)) / ctx.num_epochs)
-    if "budget_used" in ctx.metrics:  # a time budget, over all sittings
-        parts.append(float(ctx.metrics["budget_used"]))
-    return max(parts) if parts else None
+def _rest(before: float | None, after: float | None, seconds: float) -> float | None:
+    """Seconds to go of something that went from one share to another in ``seconds``."""
+    if before is None or after is None or not after > before:
+        return None
+    return (1.0 - after) * seconds / (after - before)
 
 
 def status(ctx: TrainContext, pace: Pace) -> str:
@@ -193,8 +202,8 @@ def status(ctx: TrainContext, pace: Pace) -> str:
         parts.append(f"{steps:.3g} steps/s, {samples:.4g} structures/s")
     if ctx.loss is not None:
         parts.append(f"loss {float(ctx.loss.total):.4g}")
-    if ctx.optimizers:
-        parts.append(f"lr {next(iter(ctx.optimizers.values())).param_groups[0]['lr']:.3g}")
+    if ctx.learning_rates:
+        parts.append(f"lr {next(iter(ctx.learning_rates.values())):.3g}")
     if p.skipped:
         parts.append(f"{p.skipped} skipped")
     left = pace.left

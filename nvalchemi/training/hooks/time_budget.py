@@ -21,8 +21,9 @@ class TimeBudgetHook(Hook):
     """Stop after ``seconds`` of running, and bring the learning rate along a shape to its end by then.
 
     Time counts from the start of the run to its end, validation and checkpoints included, over all sittings: a resumed run goes on
-    with what is left. The share of the run that is over is the larger of the time's and, where the run has a number of steps as
-    well, the steps'; so the shape ends with whatever ends the run. The final validation and checkpoint come after the end.
+    with what is left. The share of the run that is over is the larger of the time's and, where the run has a number of steps or
+    epochs as well, theirs; so the shape ends with whatever ends the run. The share of the time is in ``ctx.metrics["budget_used"]``,
+    from 0 to 1. The final validation and checkpoint come after the end.
 
     Parameters
     ----------
@@ -30,8 +31,6 @@ class TimeBudgetHook(Hook):
         The budget.
     shape
         Factor on every learning rate, see :class:`nvalchemi.training.schedules.Shape`; ``None`` leaves the rates alone.
-    total_steps
-        Optimizer steps after which the run ends in any case, where there is such a number.
 
     Raises
     ------
@@ -42,10 +41,10 @@ class TimeBudgetHook(Hook):
     order = Order.TRANSFORM
     claims = frozenset({"end"})
 
-    def __init__(self, seconds: float, shape: Shape | None = None, total_steps: int | None = None) -> None:
+    def __init__(self, seconds: float, shape: Shape | None = None) -> None:
         if not seconds > 0:
             raise ConfigError("a time budget must be positive", found=f"{seconds} s")
-        self.seconds, self.shape, self.total_steps = float(seconds), shape, total_steps
+        self.seconds, self.shape = float(seconds), shape
         self._restart()
 
     def _restart(self) -> None:
@@ -57,11 +56,6 @@ class TimeBudgetHook(Hook):
     def elapsed(self) -> float:
         """Seconds of running, earlier sittings included."""
         return self.earlier + (0.0 if self._since is None else time.monotonic() - self._since)
-
-    def fraction(self, elapsed: float, step: int) -> float:
-        """The share of the run that is over."""
-        by_steps = step / self.total_steps if self.total_steps else 0.0
-        return min(max(elapsed / self.seconds, by_steps), 1.0)
 
     @on(TrainingStage.SETUP)
     def begin(self, ctx: TrainContext) -> None:
@@ -96,8 +90,8 @@ class TimeBudgetHook(Hook):
         """The factor for the coming step."""
         if self.shape is None:
             return
-        step = ctx.progress.step
-        factor = self.shape(self.fraction(self._agreed(ctx), step), step)
+        over = max(self._agreed(ctx) / self.seconds, ctx.fraction_done or 0.0)
+        factor = self.shape(min(over, 1.0), ctx.progress.step)
         for group, rate in self._rates:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate * factor)

@@ -1,12 +1,14 @@
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nvalchemi.distributed import single_process
-from nvalchemi.training import TrainingStage, ValidationConfig, on
+from nvalchemi.errors import ConfigError
+from nvalchemi.training import Progress, TrainContext, TrainingStage, ValidationConfig, on
 from nvalchemi.training.hooks import ProgressHook, SpikeHook
-from nvalchemi.training.hooks.progress import Pace, clock, done_fraction, numbers
+from nvalchemi.training.hooks.progress import Pace, clock, numbers
 from tests.training.hooks.runs import SGD, batches, linear, network, rows, strategy, weight_row
 
 
@@ -105,17 +107,16 @@ def time(monkeypatch):
     return fake
 
 
-class Run:
+def a_run(**ends):
     """As much of a run as a pace looks at."""
-
-    def __init__(self, num_steps=None, num_epochs=None, num_batches=None):
-        self.num_steps, self.num_epochs, self.metrics = num_steps, num_epochs, {}
-        self.progress = type("P", (), {"step": 0, "samples": 0, "epoch": 0, "batch": 0})()
-        self.cursor = type("C", (), {"num_batches": num_batches})()
+    return TrainContext(
+        manager=single_process("cpu"), models={}, main="", objective=None, progress=Progress(), generator=torch.Generator(),
+        cursor=SimpleNamespace(num_batches=ends.pop("num_batches", None)), **ends,
+    )  # fmt: skip
 
 
 def test_the_pace_by_steps(time):
-    run, pace = Run(num_steps=100), Pace()
+    run, pace = a_run(num_steps=100), Pace()
     pace.look(run)
     assert pace.rates is None and pace.left is None and pace.fraction == 0.0
     time.now += 10.0
@@ -126,7 +127,7 @@ def test_the_pace_by_steps(time):
 
 
 def test_validation_does_not_slow_the_pace(time):
-    run, pace = Run(num_steps=100), Pace()
+    run, pace = a_run(num_steps=100), Pace()
     pace.look(run)
     time.now += 30.0
     pace.pause(20.0)
@@ -136,31 +137,36 @@ def test_validation_does_not_slow_the_pace(time):
 
 
 def test_a_time_budget_may_come_first(time):
-    run, pace = Run(num_steps=100), Pace(max_time=20.0)
+    run, pace = a_run(num_steps=100), Pace()
+    run.metrics["budget_used"] = 0.4  # of an earlier sitting
     pace.look(run)
     time.now += 10.0
-    run.progress.step = 10
+    pace.pause(8.0)  # a validation is the budget's time as well
+    run.progress.step, run.metrics["budget_used"] = 10, torch.tensor(0.5)
     pace.look(run)
-    assert (pace.fraction, pace.left) == (0.5, 10.0)
+    assert (pace.fraction, pace.left) == (0.5, 18.0)  # by steps: 90 of them, of which 10 took 2 s
+    run.num_steps = None
+    pace = Pace()
+    pace.look(run)
+    time.now += 10.0
+    run.metrics["budget_used"] = 0.75
+    pace.look(run)
+    assert (pace.fraction, pace.left) == (0.75, 10.0)
+
+
+@pytest.mark.parametrize("settings", [{"refresh": -1.0}, {"interval": float("nan")}])
+def test_intervals_that_are_none(settings):
+    with pytest.raises(ConfigError, match="progress cannot be shown like this"):
+        ProgressHook(**settings)
 
 
 def test_the_past_is_forgotten(time):
-    run, pace = Run(num_steps=1000), Pace()
+    run, pace = a_run(num_steps=1000), Pace()
     for i in range(100):
         run.progress.step += 1 if i < 50 else 10
         pace.look(run)
         time.now += 1.0
     assert pace.rates[0] == pytest.approx(10.0)
-
-
-def test_how_much_is_done():
-    run = Run(num_steps=100, num_epochs=4, num_batches=10)
-    run.progress.step, run.progress.epoch, run.progress.batch = 10, 1, 5
-    assert done_fraction(run) == 1.5 / 4
-    assert done_fraction(Run()) is None
-    assert done_fraction(Run(num_epochs=2)) == 0.0
-    run.metrics["budget_used"] = 0.75
-    assert done_fraction(run) == 0.75
 
 
 def test_words():

@@ -47,7 +47,7 @@ def run(clock, hook, **kwargs):
     settings = {"optimizer_configs": SGD, "num_steps": None, **kwargs}
     if settings["num_steps"] is None:
         del settings["num_steps"]
-        settings["num_epochs"] = None
+        settings.setdefault("num_epochs", None)
     ctx = strategy(network(), [hook, tick], **settings).run(batches())
     return ctx, tick.rates
 
@@ -64,9 +64,16 @@ def test_without_a_shape_the_rates_are_left_alone(clock):
 
 
 def test_whatever_ends_the_run_ends_the_rate(clock):
-    ctx, rates = run(clock, TimeBudgetHook(100, Shape("linear"), total_steps=4), num_steps=4)
+    ctx, rates = run(clock, TimeBudgetHook(100, Shape("linear")), num_steps=4)
     assert ctx.progress.step == 4 and ctx.stop_reason is None
     assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_epochs_end_the_rate_as_well(clock):
+    steps = len(batches())
+    ctx, rates = run(clock, TimeBudgetHook(1000, Shape("linear")), num_epochs=2)
+    assert ctx.progress.epoch == 2 and ctx.stop_reason is None
+    assert rates == pytest.approx([1.0 - i / (2 * steps) for i in range(2 * steps)])
 
 
 def test_earlier_sittings_count(clock, tmp_path):
@@ -124,6 +131,6 @@ def test_one_process_is_unchanged():
 
 def test_resumes():
     def factory(directory):
-        return strategy(network(), [TimeBudgetHook(1e6, Shape("cosine"), total_steps=8)], num_steps=8), batches()
+        return strategy(network(), [TimeBudgetHook(1e6, Shape("cosine"))], num_steps=8), batches()
 
     assert_resumes(factory, steps=8, stop_at=3, ignore=["hooks.time_budget.elapsed", "metrics.budget_used"])
