@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import AtomicData, Batch
+from nvalchemi.data.datapipes.reader import Reads
 from nvalchemi.errors import DataError
 
 MAX_Z = 118
@@ -216,7 +217,7 @@ def batches(source: Any, rows: int = 1024) -> Iterator[Batch]:
         yield source
     elif isinstance(source, AtomicData):
         yield Batch.from_data_list([source])
-    elif hasattr(source, "read_many"):
+    elif isinstance(source, Reads):
         for start in range(0, len(source), rows):
             yield source.read_many(np.arange(start, min(start + rows, len(source))))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +18,8 @@ from torch import Tensor
 from nvalchemi.data.atoms import AtomicData
 from nvalchemi.data.batch import Batch
 from nvalchemi.data.datapipes.pipeline import Samples, Transforms, add_provenance, cast, check_finite, transformed
-from nvalchemi.data.datapipes.reader import Indices, as_indices
+from nvalchemi.data.datapipes.reader import Indices, Reads, as_indices
 from nvalchemi.errors import ConfigError, DataError
-
-
-class Reads(Protocol):
-    """What a data set needs of a reader: of structures (`Reader`) or of dense arrays (`ArrayZarrReader`)."""
-
-    def __len__(self) -> int: ...
-
-    def read_many(self, indices: Any) -> Any: ...
 
 
 class BaseDataset(ABC):
@@ -183,7 +175,7 @@ class Dataset(BaseDataset):
         seed: int = 0,
         check_finite: bool = True,
     ) -> None:
-        if not hasattr(reader, "read_many"):
+        if not isinstance(reader, Reads):
             raise ConfigError(
                 "a Dataset reads through a reader",
                 found=type(reader).__name__,

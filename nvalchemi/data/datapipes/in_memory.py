@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nvalchemi.data.atoms import AtomicData
 from nvalchemi.data.batch import Batch
-from nvalchemi.data.datapipes.dataset import BaseDataset, Reads
+from nvalchemi.data.datapipes.dataset import BaseDataset
 from nvalchemi.data.datapipes.pipeline import Samples, Transforms, cast, check_finite, map_dense, transformed
-from nvalchemi.data.datapipes.reader import ragged
+from nvalchemi.data.datapipes.reader import Reads, ragged
 from nvalchemi.data.fields import Level
 from nvalchemi.data.transforms import is_deterministic
 from nvalchemi.errors import ConfigError, DataError
@@ -192,7 +192,7 @@ def _all_samples(source: Any) -> Samples:
         return _rows("the array", source)
     if isinstance(source, Mapping):
         return _same_length({field: _rows(field, value) for field, value in source.items()})
-    if hasattr(source, "read_many"):
+    if isinstance(source, Reads):
         if not len(source):
             raise DataError(f"{getattr(source, 'name', 'the reader')} holds no samples")
         return source.read_many(np.arange(len(source)))  # type: ignore[no-any-return]

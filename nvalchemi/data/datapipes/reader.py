@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,15 @@ from nvalchemi.errors import DataError
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 """Indices of samples: a list, a range, an array or a tensor of whole numbers."""
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """Samples read by number: readers of structures (`Reader`) or of dense arrays (`ArrayZarrReader`), and data sets."""
+
+    def __len__(self) -> int: ...
+
+    def read_many(self, indices: Any) -> Any: ...
 
 
 class Reader(ABC):
