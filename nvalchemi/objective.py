@@ -92,7 +92,7 @@ class LossOutput:
     def from_parts(cls, parts: dict[str, LossPart], samples: int, extra: Any = None) -> LossOutput:
         """Build the total from the parts: the sum of weight times mean."""
         if not parts:
-            raise ValueError("a loss needs at least one part")
+            raise ConfigError("a loss has no part", needed="at least one named LossPart")
         total: Tensor | None = None
         for part in parts.values():
             term = part.value if part.weight == 1.0 else part.weight * part.value

@@ -8,21 +8,16 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.training import checkpoint
-from nvalchemi.training.hook import Hook, on
-from nvalchemi.training.stages import Order, TrainingStage
+from nvalchemi.distributed import Manager, gather
+from nvalchemi.training import Hook, OptimizerConfig, Order, TrainContext, TrainingStage, TrainingStrategy, checkpoint, on
 
-if TYPE_CHECKING:
-    from nvalchemi.training.context import TrainContext
-    from nvalchemi.training.strategy import TrainingStrategy
-
-Factory = Callable[[Path], "tuple[TrainingStrategy, Iterable[Any]]"]
+Factory = Callable[[Path], tuple[TrainingStrategy, Iterable[Any]]]
 
 
 class Killed(Exception):
@@ -136,10 +131,8 @@ def assert_single_process_noop(hook: Hook) -> None:
         raise AssertionError(f"in one process hook '{hook.name}' changes the run:\n  " + "\n  ".join(differences))
 
 
-def assert_rank_agreement(value: Any, manager: Any, what: str = "the value") -> None:
+def assert_rank_agreement(value: Any, manager: Manager, what: str = "the value") -> None:
     """Every rank has the same ``value`` (tensors, numbers, strings, and lists and dicts of them), bit for bit. All ranks must call."""
-    from nvalchemi.distributed.collectives import gather
-
     host = _to_cpu(value)
     for rank, other in enumerate(gather([host], manager)):
         differences = list(state_differences(host, other[0]))
@@ -232,9 +225,6 @@ def _tiny_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def _tiny_strategy(model: nn.Module, hooks: list[Hook]) -> TrainingStrategy:
-    from nvalchemi.training.optimizers import OptimizerConfig
-    from nvalchemi.training.strategy import TrainingStrategy
-
     return TrainingStrategy(
         models=model,
         optimizer_configs=OptimizerConfig(torch.optim.Adam, {"lr": 1e-2}),

@@ -14,7 +14,7 @@ from nvalchemi.cli.config import TermSection, TrainConfig
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.data.datapipes import AtomicDataZarrReader, DataLoader, Dataset, InMemoryDataset
 from nvalchemi.data.transforms import NeighborList
-from nvalchemi.distributed import single_process
+from nvalchemi.distributed import Manager, single_process
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN, build_model, build_net
 from nvalchemi.training import Every, OptimizerConfig, TrainContext, TrainingStrategy, ValidationConfig
@@ -142,7 +142,7 @@ def make_strategy(
     model: EnergyModel,
     loader: DataLoader,
     validation: Dataset | InMemoryDataset | None,
-    manager: Any,
+    manager: Manager,
     *,
     resume: bool,
 ) -> TrainingStrategy:

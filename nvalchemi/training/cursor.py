@@ -123,9 +123,10 @@ class Cursor:
     def _set_epoch(self, epoch: int) -> None:
         holders: list[Any] = [self.loader]
         if isinstance(self.loader, torch.utils.data.DataLoader):
-            inner = getattr(self.loader.batch_sampler, "sampler", None)
+            batches = self.loader.batch_sampler
+            inner = batches.sampler if isinstance(batches, torch.utils.data.BatchSampler) else None
             # A data set is told too: its random transforms follow the epoch, also in worker processes.
-            holders += [self.loader.batch_sampler, self.loader.sampler, inner, self.loader.dataset]
+            holders += [batches, self.loader.sampler, inner, self.loader.dataset]
         for holder in holders:
             if isinstance(holder, EpochAware):
                 holder.set_epoch(epoch)

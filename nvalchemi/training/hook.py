@@ -14,6 +14,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
+    from nvalchemi.distributed import Manager
     from nvalchemi.training.context import TrainContext
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,7 +135,7 @@ class Hook:
         cls._stage_methods = tuple((stage, name) for name, marks in stages.items() for stage in marks)
         cls._span_methods = tuple((span, name) for name, marks in spans.items() for span in marks)
 
-    def is_active(self, manager: Any) -> bool:
+    def is_active(self, manager: Manager) -> bool:
         """Whether this hook takes part in a run under ``manager``; an inactive hook is not in the table at all."""
         return True
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.objective import Count, LossOutput, Objective, SupervisedLoss, num_samples
+from nvalchemi.training.signatures import misfit
 
 
 def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Objective:
@@ -33,19 +34,52 @@ def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Object
         raise ConfigError(
             "loss_fn is no loss", found=repr(loss_fn), fix="give EnergyMSELoss() + 10.0 * ForceMSELoss(), or a callable"
         )
-    return SelfContainedObjective(loss_fn) if training_fn is None else PredictionObjective(loss_fn, training_fn)
+    if training_fn is not None:
+        return PredictionObjective(loss_fn, training_fn)
+    check_takes_generator(loss_fn)
+    return SelfContainedObjective(loss_fn)
+
+
+def check_takes_generator(loss_fn: Callable[..., Any]) -> None:
+    """A loss without a training_fn is called as ``loss_fn(batch, generator=generator)``; refuse one that cannot be.
+
+    Raises
+    ------
+    ConfigError
+        For a loss of predictions that lacks its training_fn, most often.
+    """
+    problem = misfit(loss_fn, None, generator=None)
+    if problem is not None:
+        raise ConfigError(
+            "loss_fn has no training_fn beside it and cannot be called as loss_fn(batch, generator=...)",
+            found=f"{loss_fn!r}: {problem}",
+            fix="give training_fn(model, batch), and the loss is called as loss_fn(predictions, batch); a loss that holds its own "
+            "model takes a generator",
+        )
+
+
+def only_model(models: Any) -> Any:
+    """The model where there is one.
+
+    Raises
+    ------
+    ConfigError
+        Where there are several, so that somebody must say which predicts what.
+    """
+    if not isinstance(models, Mapping):
+        return models
+    if len(models) > 1:
+        raise ConfigError(
+            "several models and no training_fn",
+            found=f"models {', '.join(models)}",
+            fix="give training_fn(models, batch) that returns the predictions by name",
+        )
+    return next(iter(models.values()))
 
 
 def default_training_fn(model: Any, batch: Any, requires: frozenset[str]) -> Mapping[str, Tensor]:
     """What ``model`` predicts of ``requires`` for ``batch``."""
-    if isinstance(model, Mapping):
-        if len(model) > 1:
-            raise ConfigError(
-                "several models and no training_fn",
-                found=f"models {', '.join(model)}",
-                fix="give training_fn(models, batch) that returns the predictions by name",
-            )
-        model = next(iter(model.values()))
+    model = only_model(model)
     if isinstance(model, EnergyModel):
         return model.predict(batch, outputs=tuple(sorted(requires)))
     predictions = model(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.errors import ConfigError
+from nvalchemi.training.signatures import misfit
 
 
 @dataclass(slots=True)
@@ -31,6 +32,11 @@ class OptimizerConfig:
     parameters
         ``parameters(model)`` gives the parameters, or parameter groups as torch takes them; by default all that require a
         gradient.
+
+    Raises
+    ------
+    ConfigError
+        For settings that the class does not take, and for a scheduler's settings that cannot work.
     """
 
     optimizer_cls: Callable[..., torch.optim.Optimizer]
@@ -46,9 +52,18 @@ class OptimizerConfig:
             raise ConfigError("unknown scheduler_interval", found=repr(self.scheduler_interval), needed="'step' or 'epoch'")
         if self.scheduler_cls is None and (self.scheduler_kwargs or self.scheduler_metric):
             raise ConfigError("settings of a scheduler without a scheduler", fix="give scheduler_cls as well")
+        for what, made, settings in (
+            ("optimizer", self.optimizer_cls, self.optimizer_kwargs),
+            ("scheduler", self.scheduler_cls, self.scheduler_kwargs),
+        ):
+            problem = None if made is None else misfit(made, None, **settings)
+            if problem is not None:
+                raise ConfigError(f"the {what} does not take these settings", found=f"{made!r}: {problem}")
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        if self.scheduler_cls is plateau and self.scheduler_metric is None:
-            raise ConfigError("ReduceLROnPlateau reads a validation metric", fix='give scheduler_metric, such as "loss"')
+        if isinstance(self.scheduler_cls, type) and issubclass(self.scheduler_cls, plateau) and self.scheduler_metric is None:
+            raise ConfigError(
+                f"{self.scheduler_cls.__name__} reads a validation metric", fix='give scheduler_metric, such as "loss"'
+            )
 
     def build(self, model: nn.Module, name: str) -> tuple[torch.optim.Optimizer, Scheduler | None]:
         """The optimizer over ``model``'s parameters, and its scheduler where one is declared."""
@@ -63,6 +78,10 @@ class OptimizerConfig:
             return optimizer, None
         scheduler = self.scheduler_cls(optimizer, **self.scheduler_kwargs)
         return optimizer, Scheduler(scheduler, self.scheduler_interval, self.scheduler_metric)
+
+
+OptimizerConfigs = OptimizerConfig | Sequence[OptimizerConfig] | Mapping[str, OptimizerConfig | Sequence[OptimizerConfig]]
+"""One config, several over one model, or either by model name."""
 
 
 class Scheduler:

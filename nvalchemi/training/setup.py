@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import ConfigError
+from nvalchemi.objective import SupervisedLoss
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import Progress, TrainContext
 from nvalchemi.training.cursor import Cursor
 from nvalchemi.training.hook import Hook
-from nvalchemi.training.objectives import as_objective
+from nvalchemi.training.objectives import as_objective, only_model
 from nvalchemi.training.optimizers import normalise
 from nvalchemi.training.seeds import derive_seed
 
@@ -58,6 +59,8 @@ def check_declaration(strategy: TrainingStrategy) -> None:
             raise ConfigError(f"model '{name}' is no torch module", found=type(model).__name__)
     normalise(strategy.optimizer_configs, named_models(strategy.models))
     as_objective(strategy.loss_fn, strategy.training_fn)
+    if strategy.training_fn is None and isinstance(strategy.loss_fn, SupervisedLoss):
+        only_model(strategy.models)
     ends = any("end" in hook.claims for hook in strategy.hooks if isinstance(hook, Hook))
     if strategy.num_epochs is None and strategy.num_steps is None and not ends:
         raise ConfigError("the run has no end", fix="give num_epochs= or num_steps=, or a hook such as TimeBudgetHook")
@@ -139,11 +142,20 @@ def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
         raise ConfigError('resume_from="latest" and no checkpoint hook', fix="add CheckpointHook(DIR, every=...) to hooks")
 
 
+@runtime_checkable
+class NamesFields(Protocol):
+    """A loader that knows which fields its batches can have; torch's, or a list of batches, does not."""
+
+    @property
+    def field_names(self) -> Iterable[str]:
+        """Names of the fields."""
+
+
 def check_labels(labels: frozenset[str], loader: Any, what: str) -> None:
     """A label that no structure of the data can have is an error now, not a term that is silently zero."""
-    names = getattr(loader, "field_names", None)
-    if names is None:
+    if not isinstance(loader, NamesFields):
         return
+    names = loader.field_names
     missing = sorted(labels - set(names))
     if missing:
         raise ConfigError(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from torch import nn
 
+from nvalchemi.distributed import Manager
 from nvalchemi.errors import TrainingError
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.hook import Hook
-from nvalchemi.training.optimizers import OptimizerConfig
+from nvalchemi.training.optimizers import OptimizerConfigs
 from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.table import HookTable
@@ -31,7 +32,7 @@ class TrainingStrategy:
     models
         One model, or a dict of named models. Models without an optimizer config are frozen and in eval mode during the run.
     optimizer_configs
-        One :class:`OptimizerConfig` (or a list of them), or a dict of them by model name.
+        One :class:`~nvalchemi.training.optimizers.OptimizerConfig` or a list of them, or a dict of these by model name.
     loss_fn
         A loss of this package, composed with ``+`` and weights; or a callable, see :func:`nvalchemi.training.objectives.as_objective`.
     training_fn
@@ -61,7 +62,7 @@ class TrainingStrategy:
     """
 
     models: nn.Module | Mapping[str, nn.Module]
-    optimizer_configs: Any
+    optimizer_configs: OptimizerConfigs
     loss_fn: Any
     training_fn: Callable[..., Any] | None = None
     num_epochs: int | None = None
@@ -69,11 +70,11 @@ class TrainingStrategy:
     accumulate: int = 1
     hooks: Sequence[Hook | Callable[..., Any]] = ()
     validation_config: ValidationConfig | None = None
-    distributed_manager: Any = None
+    distributed_manager: Manager | None = None
     seed: int = 0
     resume_from: str | PathLike[str] | None = None
     init_from: str | PathLike[str] | None = None
-    fresh: Sequence[str] = field(default_factory=tuple)
+    fresh: Sequence[str] = ()
     max_consecutive_skips: int = 100
 
     def __post_init__(self) -> None:
@@ -162,6 +163,3 @@ def mark_last(group: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
     """Each item with whether it is the last."""
     final = len(group) - 1
     return ((item, i == final) for i, item in enumerate(group))
-
-
-__all__ = ["OptimizerConfig", "TrainingStrategy"]

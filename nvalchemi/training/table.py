@@ -13,6 +13,7 @@ from nvalchemi.training.hook import FunctionHook, Hook
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
+    from nvalchemi.distributed import Manager
     from nvalchemi.training.context import TrainContext
 
 _NOTHING: AbstractContextManager[None] = nullcontext()  # stateless, so one serves every empty span
@@ -34,7 +35,7 @@ class HookTable:
         For something that is no hook, for a name used twice, and for a role claimed twice.
     """
 
-    def __init__(self, hooks: Sequence[Hook | Callable[..., Any]], manager: Any) -> None:
+    def __init__(self, hooks: Sequence[Hook | Callable[..., Any]], manager: Manager) -> None:
         instances = [as_hook(h) for h in hooks]
         self.hooks: list[Hook] = sorted((h for h in instances if h.is_active(manager)), key=lambda h: h.order)
         check_names_and_claims(self.hooks)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from nvalchemi.distributed import Manager
 from nvalchemi.objective import Count, Objective
 
 
-def step_counts(objective: Objective, group: list[Any], manager: Any) -> dict[str, Count] | None:
+def step_counts(objective: Objective, group: list[Any], manager: Manager) -> dict[str, Count] | None:
     """The labels of each loss part over all micro-batches of a step; ``None`` where one micro-batch is the step."""
     if len(group) == 1 and not manager.distributed:
         return None

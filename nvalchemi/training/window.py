@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import all_reduce
 from nvalchemi.objective import LossPart
 
@@ -49,7 +50,7 @@ class Window:
         if len(self._rows) + self._num_earlier >= FOLD:
             self._fold()
 
-    def means(self, manager: Any) -> dict[str, float]:
+    def means(self, manager: Manager) -> dict[str, float]:
         """The means by name over all ranks, one transfer; every rank must ask."""
         sums, counts, names = self._totals()
         if not names:

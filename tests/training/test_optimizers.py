@@ -23,17 +23,24 @@ def test_nothing_to_optimise_is_an_error():
         OptimizerConfig(SGD, {"lr": 0.1}).build(nn.Linear(2, 1).requires_grad_(False), "main")
 
 
+class Plateau(ReduceLROnPlateau):
+    """A user's own."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"scheduler_interval": "batch"}, "scheduler_interval"),
         ({"scheduler_kwargs": {"T_max": 3}}, "without a scheduler"),
-        ({"scheduler_cls": ReduceLROnPlateau}, "validation metric"),
+        ({"scheduler_cls": ReduceLROnPlateau}, "ReduceLROnPlateau reads a validation metric"),
+        ({"scheduler_cls": Plateau}, "Plateau reads a validation metric"),
+        ({"optimizer_kwargs": {"lr": 0.1, "moment": 0.9}}, "the optimizer does not take these settings.*'moment'"),
+        ({"scheduler_cls": StepLR, "scheduler_kwargs": {}}, "the scheduler does not take these settings.*'step_size'"),
     ],
 )
 def test_wrong_declarations(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        OptimizerConfig(SGD, {"lr": 0.1}, **arguments)
+        OptimizerConfig(SGD, **{"optimizer_kwargs": {"lr": 0.1}, **arguments})
 
 
 def build(**kwargs):

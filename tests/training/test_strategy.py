@@ -320,6 +320,20 @@ def test_an_error_says_where_it_came_from():
         ({"num_epochs": 1.5}, "num_epochs is wrong"),
         ({"accumulate": 0}, "accumulate is wrong"),
         ({"loss_fn": 3}, "loss_fn is no loss"),
+        (
+            {"loss_fn": nn.MSELoss(), "training_fn": None},
+            r"no training_fn beside it.*MSELoss\(\): missing a required argument: 'target'",
+        ),
+        ({"loss_fn": lambda predicted, x: 0.0, "training_fn": None}, "no training_fn beside it"),
+        (
+            {
+                "models": {"a": line(), "b": line()},
+                "optimizer_configs": {"a": SGD},
+                "loss_fn": EnergyMSELoss(),
+                "training_fn": None,
+            },
+            "several models and no training_fn; found: models a, b",
+        ),
         ({"optimizer_configs": torch.optim.SGD}, "holds no OptimizerConfig"),
         ({"resume_from": "somewhere", "init_from": "elsewhere"}, "exclude each other"),
     ],

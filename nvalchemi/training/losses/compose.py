@@ -24,7 +24,7 @@ class ComposedLoss(Loss):
     Raises
     ------
     ConfigError
-        For a weight that is none, for something that is no loss, and for two parts of one name.
+        For a weight that is none, for something that is no loss, for two parts of one name, and for no loss at all.
     """
 
     def __init__(self, terms: Sequence[tuple[Weight, SupervisedLoss]]) -> None:
@@ -41,6 +41,8 @@ class ComposedLoss(Loss):
                     found=repr(loss),
                     needed="a loss such as ForceMSELoss(); one of your own derives from nvalchemi.training.losses.Loss",
                 )
+        if not flat:
+            raise ConfigError("a sum of no losses", fix="give at least one, such as EnergyMSELoss()")
         self.terms: tuple[tuple[Weight, SupervisedLoss], ...] = tuple(flat)
         self.requires = frozenset[str]().union(*(t.requires for _, t in flat))
         self.labels = frozenset[str]().union(*(t.labels for _, t in flat))

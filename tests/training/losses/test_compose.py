@@ -67,6 +67,8 @@ def test_what_is_no_weight_is_refused(weight):
 
 
 def test_what_is_no_loss_is_refused():
+    with pytest.raises(ConfigError, match="a sum of no losses"):
+        ComposedLoss([])
     with pytest.raises(ConfigError, match="only losses can be added"):
         EnergyMSELoss() + 3
 
