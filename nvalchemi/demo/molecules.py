@@ -9,15 +9,18 @@ SEEN = {
     "CH4": "methane",
     "C2H6": "ethane",
     "C3H8": "propane",
+    "isobutane": "isobutane",
     "H2O": "water",
     "CH3OH": "methanol",
     "CH3CH2OH": "ethanol",
     "CH3OCH3": "dimethyl ether",
     "NH3": "ammonia",
     "H3CNH2": "methylamine",
+    "C2H6NH": "dimethylamine",
     "H2CO": "formaldehyde",
     "CH3CHO": "acetaldehyde",
     "HCOOH": "formic acid",
+    "HCOOCH3": "methyl formate",
     "CH3CONH2": "acetamide",
 }
 
@@ -25,8 +28,8 @@ UNSEEN = {
     "trans-butane": "butane",
     "C2H6CHOH": "isopropanol",
     "CH3CH2NH2": "ethylamine",
-    "CH3COCH3": "acetone",
     "CH3COOH": "acetic acid",
+    "CH3COCH3": "acetone",
 }
 
 

@@ -234,11 +234,11 @@ def configuration(train: Path, valid: Path, seconds: float, seed: int, changes: 
     sections: dict[str, Any] = {
         "data": {"train": str(train), "validation": str(valid), "batch_size": 8},
         "model": {"name": "painn", "cutoff": 5.0, "net": {"n_features": 64, "n_interactions": 3, "n_rbf": 20}},
-        "loss": {"energy": {"kind": "mse", "weight": 1.0, "per_atom": True}, "forces": {"kind": "mse", "weight": 10.0}},
+        "loss": {"energy": {"kind": "mse", "weight": 50.0, "per_atom": True}, "forces": {"kind": "mse", "weight": 10.0}},
         "optimizer": {"name": "AdamW", "lr": 1e-3},
         "schedule": {"kind": "cosine", "hold": 0.2, "warmup_steps": 100},
         "training": {"max_time": seconds, "seed": seed, "ema_decay": 0.995},
-        "validation": {"every_n_epochs": 2},
+        "validation": {"every_n_epochs": 4},
         "checkpoint": {"metric": "forces_mae"},
     }
     for name, change in changes.items():

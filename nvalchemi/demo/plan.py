@@ -38,7 +38,7 @@ class Plan:
     seconds: float = 300.0
     seen: tuple[str, ...] = tuple(SEEN)
     unseen: tuple[str, ...] = tuple(UNSEEN)
-    train_frames: int = 120
+    train_frames: int = 100
     valid_frames: int = 8
     test_frames: int = 10
     unseen_frames: int = 30
@@ -64,7 +64,7 @@ class Plan:
         share = min(minutes / 5.0, 4.0)
         return cls(
             seconds=60.0 * minutes,
-            train_frames=max(10, round(120 * share)),
+            train_frames=max(10, round(100 * share)),
             test_frames=max(4, round(10 * min(share, 1.0))),
             unseen_frames=max(6, round(30 * min(share, 1.0))),
             dynamics_steps=max(200, round(2000 * min(share, 1.0))),
