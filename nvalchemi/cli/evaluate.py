@@ -10,10 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from nvalchemi.cli.console import err, out
+from nvalchemi.cli.quantities import MILLI, QUANTITIES, maes
 from nvalchemi.cli.run_dir import RunDir
-
-#: metric of ``nvalchemi.training.evaluate`` -> unit in the report, a thousandth of the metric's own
-UNITS = {"energy": "meV", "energy_per_atom": "meV", "forces": "meV_per_A", "stress": "meV_per_A3"}
 
 
 def command(
@@ -79,9 +77,10 @@ def measure(
 
 def in_milli(metrics: Mapping[str, float]) -> dict[str, float]:
     """Errors in thousandths of eV, under names that say so: ``"forces_mae_meV_per_A"``."""
-    kinds = [(name, kind) for name in UNITS for kind in ("mae", "rmse")]
     return {
-        f"{name}_{kind}_{UNITS[name]}": 1000 * metrics[f"{name}_{kind}"] for name, kind in kinds if f"{name}_{kind}" in metrics
+        quantity.key(kind): MILLI * metrics[f"{quantity.name}_{kind}"]
+        for quantity, _ in maes(metrics)
+        for kind in ("mae", "rmse")
     }
 
 
@@ -92,14 +91,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("", "MAE", "RMSE", ""):
         table.add_column(column, justify="left" if column == "" else "right")
-    words = {"energy": "energy", "energy_per_atom": "energy per atom", "forces": "force component", "stress": "stress component"}
-    for name, unit in UNITS.items():
-        key = f"{name}_mae_{unit}"
-        if key in report:
-            mae, rmse = report[key], report[f"{name}_rmse_{unit}"]
-            table.add_row(
-                words[name], f"{mae:.3g}", f"{rmse:.3g}", unit.replace("_per_", "/").replace("A3", "Å³").replace("A", "Å")
-            )
+    for quantity in QUANTITIES:
+        if quantity.key("mae") in report:
+            errors = (f"{report[quantity.key(kind)]:.3g}" for kind in ("mae", "rmse"))
+            table.add_row(quantity.words, *errors, quantity.unit)
     console = out()
     console.print(table)
     weights = "averaged weights (EMA)" if report["weights"] == "ema" else "weights as trained"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nvalchemi.cli.quantities import MILLI, QUANTITIES
+
 if TYPE_CHECKING:  # matplotlib makes folders and draws random numbers when imported: that waits until something is drawn
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -18,14 +20,6 @@ Records = Sequence[Mapping[str, Any]]
 # Okabe and Ito's colours, told apart by colour-blind readers as well.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#9aa0a6"
 _PART_COLOURS = {"energy": ORANGE, "forces": GREEN, "stress": RED}
-
-#: validation metric -> (label of the axis, factor to the unit there)
-_ERRORS = {
-    "energy_mae": ("energy MAE (meV)", 1000.0),
-    "energy_per_atom_mae": ("energy MAE (meV/atom)", 1000.0),
-    "forces_mae": ("force MAE (meV/Å)", 1000.0),
-    "stress_mae": ("stress MAE (meV/Å³)", 1000.0),
-}
 
 
 def loss_figure(train: Records, validation: Records) -> Figure:
@@ -51,21 +45,21 @@ def loss_figure(train: Records, validation: Records) -> Figure:
 
 def error_figure(validation: Records) -> Figure | None:
     """The validation errors over the optimizer steps; ``None`` where there are none."""
-    shown = [m for m in _ERRORS if any(_finite(r.get(m)) for r in validation)]
+    metrics = {f"{quantity.name}_mae": quantity for quantity in QUANTITIES}
+    shown = [m for m in metrics if any(_finite(r.get(m)) for r in validation)]
     if "energy_mae" in shown and "energy_per_atom_mae" in shown:
         shown.remove("energy_per_atom_mae")
     if not shown:
         return None
     figure = _figure(len(shown))
     for axis, metric in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        label, factor = _ERRORS[metric]
         steps, values = _series(validation, metric)
-        axis.plot(steps, factor * values, color=BLUE, lw=1.2, marker="o", ms=2.5 if len(steps) < 80 else 0)
+        axis.plot(steps, MILLI * values, color=BLUE, lw=1.2, marker="o", ms=2.5 if len(steps) < 80 else 0)
         best = int(np.argmin(values))
-        axis.plot(steps[best], factor * values[best], "o", mfc="none", mec=RED, ms=9, mew=1.5)
-        text = f"best {factor * values[best]:.3g} at step {steps[best]:.0f}\nlast {factor * values[-1]:.3g}"
+        axis.plot(steps[best], MILLI * values[best], "o", mfc="none", mec=RED, ms=9, mew=1.5)
+        text = f"best {MILLI * values[best]:.3g} at step {steps[best]:.0f}\nlast {MILLI * values[-1]:.3g}"
         axis.text(0.97, 0.97, text, transform=axis.transAxes, ha="right", va="top", color=RED, fontsize=9)
-        _log_axis(axis, label)
+        _log_axis(axis, f"{metrics[metric].short} MAE ({metrics[metric].unit})")
     return figure
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from nvalchemi.cli.config import load_config
 from nvalchemi.cli.console import err
+from nvalchemi.cli.quantities import MILLI, maes
 from nvalchemi.cli.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -54,15 +55,11 @@ def tell_outcome(ctx: TrainContext, run: RunDir) -> None:
 
 def in_words(metrics: Mapping[str, float]) -> str:
     """Errors in meV and Å."""
-    words = []
-    if "energy_mae" in metrics:
-        words.append(f"energy MAE {_milli(metrics['energy_mae'])} meV ({_milli(metrics['energy_per_atom_mae'])} meV/atom)")
-    if "forces_mae" in metrics:
-        words.append(f"force MAE {_milli(metrics['forces_mae'])} meV/Å")
-    if "stress_mae" in metrics:
-        words.append(f"stress MAE {_milli(metrics['stress_mae'])} meV/Å³")
-    return ", ".join(words) or f"loss {metrics['loss']:.4g}"
+    words = {q.name: f"{q.short} MAE {_milli(metrics[metric])} {q.unit}" for q, metric in maes(metrics)}
+    if "energy_per_atom" in words:  # said beside the energy's own
+        words["energy"] += f" ({words.pop('energy_per_atom').removeprefix('energy MAE ')})"
+    return ", ".join(words.values()) or f"loss {metrics['loss']:.4g}"
 
 
 def _milli(value: float) -> str:
-    return f"{1000 * value:.0f}" if value > 1 else f"{1000 * value:.3g}"
+    return f"{MILLI * value:.0f}" if value > 1 else f"{MILLI * value:.3g}"
