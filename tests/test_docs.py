@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
 
@@ -73,6 +74,24 @@ def test_commands_of_the_page_exist(page):
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     missing = [page for page in PAGES if page.startswith("docs/") and page.removeprefix("docs/") not in navigation]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "package", ["data", "data.datapipes", "distributed", "models", "training", "training.hooks", "training.losses"]
+)
+def test_every_public_name_is_in_the_reference(package):
+    """A class or function that can be imported from a package stands on a page of the reference, by itself or with its module."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = dict(re.findall(r"^::: (\S+)\n((?: .*\n?)*)", text + "\n", flags=re.M))
+    missing = []
+    module = import_module(f"nvalchemi.{package}")
+    for name in module.__all__:
+        home = getattr(getattr(module, name), "__module__", "")
+        members = re.search(r"members: \[(.*)\]", shown.get(home, ""))
+        listed = home in shown and (members is None or name in re.findall(r"\w+", members[1]))
+        if not listed and f"{home}.{name}" not in shown:
+            missing.append(f"{home}.{name}")
     assert missing == []
 
 
