@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.potential import InteratomicPotential, PotentialNet
-from nvalchemi.models.references import MAX_Z, atomic_number
+from nvalchemi.models.references import atomic_number, element_rows
 
 
 class MACENet(PotentialNet):
@@ -52,9 +52,7 @@ class MACENet(PotentialNet):
         self.cutoff = float(mace.r_max)
         energies = mace.atomic_energies_fn.atomic_energies.double().reshape(-1, len(self.elements))[0]
         self.isolated = dict(zip(self.elements, energies.tolist(), strict=True))
-        row = torch.full((MAX_Z + 1,), -1, dtype=torch.int64)
-        row[list(self.elements)] = torch.arange(len(self.elements))
-        self.register_buffer("row", row, persistent=False)
+        self.register_buffer("row", element_rows(self.elements), persistent=False)
         self._settings: dict[str, Any] | None = None
 
     def forward(self, atomic_numbers: Tensor, vectors: Tensor, edge_index: Tensor) -> Tensor:

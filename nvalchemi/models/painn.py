@@ -20,7 +20,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.models.painn_function import EnergyAndGradient
 from nvalchemi.models.painn_layer import NORM_EPS
 from nvalchemi.models.potential import PotentialNet
-from nvalchemi.models.references import MAX_Z, atomic_number
+from nvalchemi.models.references import MAX_Z, atomic_number, element_rows
 
 
 class PaiNN(PotentialNet):
@@ -66,9 +66,7 @@ class PaiNN(PotentialNet):
             raise ConfigError("a PaiNN of no elements", fix="give elements, or None for all")
         self.cutoff = float(cutoff)
         self.n_features, self.n_interactions, self.n_rbf = n_features, n_interactions, n_rbf
-        row = torch.full((MAX_Z + 1,), -1, dtype=torch.int64)
-        row[list(self.elements)] = torch.arange(len(self.elements))
-        self.register_buffer("row", row, persistent=False)
+        self.register_buffer("row", element_rows(self.elements), persistent=False)
         self.embedding = nn.Parameter(torch.randn(len(self.elements), n_features))
         self.layers = nn.ModuleList(
             PaiNNLayer(n_features, n_rbf, first=i == 0, last=i == n_interactions - 1) for i in range(n_interactions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,13 @@ def atomic_number(element: int | str) -> int:
     if not 0 < z <= MAX_Z:
         raise DataError("no such element", found=repr(element), needed="a symbol such as 'Cu', or an atomic number from 1 to 118")
     return z
+
+
+def element_rows(elements: Sequence[int]) -> Tensor:
+    """(119,) int64: the place of each atomic number among ``elements``, -1 for those that are not among them."""
+    rows = torch.full((MAX_Z + 1,), -1, dtype=torch.int64)
+    rows[list(elements)] = torch.arange(len(elements))
+    return rows
 
 
 def by_number(energies: Mapping[Any, float]) -> dict[int, float]:

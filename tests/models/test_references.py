@@ -9,8 +9,21 @@ import torch
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.data.datapipes import InMemoryDataset
 from nvalchemi.errors import DataError
-from nvalchemi.models.references import atomic_number, by_number, fit_counts, fit_reference_energies, force_rms, symbol
+from nvalchemi.models.references import (
+    atomic_number,
+    by_number,
+    element_rows,
+    fit_counts,
+    fit_reference_energies,
+    force_rms,
+    symbol,
+)
 from tests.models.samples import molecule
+
+
+def test_rows_of_elements():
+    rows = element_rows((1, 8, 6))
+    assert rows.shape == (119,) and rows[[1, 8, 6]].tolist() == [0, 1, 2] and int((rows >= 0).sum()) == 3
 
 
 def test_exact_where_the_data_fix_them():

@@ -39,7 +39,8 @@ class SpikeHook(Hook):
     window
         How many accepted losses the median is taken of; nothing is a spike before there are ``window // 4`` (at least 5).
     max_consecutive
-        So many skips in a row by this hook are too many: the run ends.
+        So many skips in a row by this hook are too many: the run ends. The strategy's ``max_consecutive_skips`` counts those for any
+        reason, an overflow under loss scaling among them, which is why it is the larger.
 
     Raises
     ------
