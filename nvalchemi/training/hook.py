@@ -100,6 +100,8 @@ class Hook:
 
     Attributes
     ----------
+    name
+        Unique among the hooks of a run: states are saved under it. The class's in snake case unless given.
     order
         The band in which this hook's methods run.
     claims
