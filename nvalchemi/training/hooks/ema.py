@@ -87,6 +87,13 @@ class EMAHook(Hook):
             self._averages[name] = own
         self._low = any(w.dtype != s.dtype for w, s in zip(self._weights, self._shadow, strict=True))
 
+    @on(TrainingStage.TRAINING_START)
+    @torch.no_grad()
+    def follow(self, ctx: TrainContext) -> None:
+        """An average that starts anew in a resumed run starts from the weights that were loaded."""
+        if self.count == 0 and self._weights:
+            torch._foreach_copy_(self._shadow, self._weights)
+
     @property
     def effective_decay(self) -> float:
         """The decay of the latest update: ``decay``, or less in the first steps of a bias-corrected average."""

@@ -137,6 +137,15 @@ def test_b52_count_shadow_and_decay_are_resumed(tmp_path, bias_corrected):
         assert torch.equal(value, resumed.weights()[key]), key
 
 
+def test_an_average_that_starts_anew_starts_from_the_weights_resumed(tmp_path):
+    torch.manual_seed(0)
+    saved = checkpoint.save(strategy(network(), num_steps=20).run(batches()), tmp_path)
+    hook = EMAHook(0.999)
+    ctx = strategy(network(seed=8), [hook], num_steps=20, resume_from=saved, fresh=["ema"]).run(batches())
+    for key, value in ctx.model.state_dict().items():
+        assert torch.equal(hook.weights()[key], value), key
+
+
 def test_b50_a_checkpoint_at_validation_holds_the_training_weights(tmp_path):
     def hooks(folder):
         return [CheckpointHook(folder, Every(steps=2), keep_last=None), EMAHook(0.9)]
