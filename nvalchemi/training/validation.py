@@ -78,6 +78,10 @@ class Validator(PeriodicHook):
 
     def act(self, ctx: TrainContext) -> None:
         """Validate now."""
+        self.validate(ctx)
+
+    def validate(self, ctx: TrainContext, *, last: bool = False) -> None:
+        """Validate; the ``last`` time moves no scheduler, or a run that is resumed for longer would leave its curve."""
         with ctx.hooks.around(TrainingSpan.VALIDATION, ctx):
             metrics = evaluate(
                 ctx.callee,
@@ -90,13 +94,14 @@ class Validator(PeriodicHook):
             )
         self.step = ctx.progress.step
         ctx.validation = metrics
-        ctx.step_metric_schedulers(metrics)
+        if not last:
+            ctx.step_metric_schedulers(metrics)
         ctx.hooks.fire(TrainingStage.VALIDATED, ctx)
 
     @on(TrainingStage.TRAINING_END)
     def _last(self, ctx: TrainContext) -> None:
         if self.step != ctx.progress.step:
-            self.act(ctx)
+            self.validate(ctx, last=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.step is None else {"step": self.step}

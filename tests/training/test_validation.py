@@ -373,6 +373,23 @@ def test_a_scheduler_reads_the_metric():
     assert ctx.optimizers["model"].param_groups[0]["lr"] < 1.0
 
 
+def test_the_last_validation_moves_no_scheduler():
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    settings = {"factor": 0.5, "patience": 0, "threshold": 1e9}
+
+    def rate(steps):
+        strategy = TrainingStrategy(
+            models=Springs(),
+            optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 1e-3}, plateau, settings, scheduler_metric="loss"),
+            loss_fn=ForceMSELoss(),
+            validation_config=config(every_n_steps=2),
+            num_steps=steps,
+        )
+        return strategy.run([make_batch(dtype=torch.float32)]).optimizers["model"].param_groups[0]["lr"]
+
+    assert rate(5) == rate(4) < 1e-3  # resumed for longer, the run must be on the curve of one that was not stopped
+
+
 def test_resumes(tmp_path):
     from nvalchemi.testing import assert_resumes
 
