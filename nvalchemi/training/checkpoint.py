@@ -19,6 +19,7 @@ from nvalchemi import __version__
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.context import TrainContext
+from nvalchemi.training.finite import check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
 
@@ -32,7 +33,10 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
     ------
     CheckpointError
         Where a state holds something that is no plain data, or the disk refuses; the run's state is untouched.
+    TrainingError
+        Where a weight is not finite: a checkpoint of it would push out one that is of use.
     """
+    check_weights(ctx.optimizers, ctx.progress.step)
     shared, own = gather(ctx)
     check_plain(shared, "")
     check_plain(own, "")
@@ -47,10 +51,10 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
         with layout.writing(Path(directory), manifest) as add:
             add(layout.SHARED, lambda path: torch.save(shared, path))
             add(layout.rank_file(ctx.manager.rank), lambda path: torch.save(own, path))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
         raise CheckpointError(
             f"the checkpoint could not be written to {directory}",
-            found=str(error),
+            found=str(error).splitlines()[0],
             fix="free space or fix the permission; nothing is lost",
         ) from error
     return layout.list_checkpoints(Path(directory))[-1].path
@@ -66,6 +70,8 @@ def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
         "update": ctx.update.state_dict(),
         "progress": ctx.progress.state_dict(),
         "objective": ctx.objective.state_dict(),
+        "loader": ctx.cursor.described(),
+        "optimizer_types": {name: type(optimizer).__name__ for name, optimizer in ctx.optimizers.items()},
         "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.SHARED and state},
     }
     own = {
@@ -98,10 +104,12 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     shared, own = read_file(saved, layout.SHARED), read_file(saved, layout.rank_file(ctx.manager.rank))
     states = {**shared["hooks"], **own["hooks"]}
     check_fit(ctx, shared, states, saved.path, fresh)
+    check_same_kind(ctx, shared, saved.path)
     for name, state in shared["models"].items():
         _apply(f"model '{name}'", saved.path, lambda n=name, s=state: load_model_state(ctx.models[n], s))
     for kind, targets in (("optimizers", ctx.optimizers), ("schedulers", ctx.schedulers)):
-        for name, state in shared[kind].items():
+        for name in shared[kind].keys() & targets.keys():
+            state = shared[kind][name]
             _apply(f"{kind[:-1]} '{name}'", saved.path, lambda t=targets[name], s=state: t.load_state_dict(s))
     ctx.update.load_state_dict(shared["update"])
     ctx.objective.load_state_dict(shared["objective"])
@@ -195,14 +203,38 @@ def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str,
             )
     active = {"models": set(ctx.trained), "optimizers": set(ctx.optimizers), "schedulers": set(ctx.schedulers),
               "hooks": {hook.name for hook in ctx.hooks}}  # fmt: skip
-    for kind in ("models", "optimizers", "schedulers"):
+    for kind in ("models", "optimizers"):
         extra = sorted(present[kind] - active[kind])
         if extra:
             raise CheckpointError(
                 f"{path} has a {kind[:-1]} that this run lacks", found=", ".join(extra), needed=", ".join(sorted(active[kind]))
             )
+    for name in sorted(present["schedulers"] - active["schedulers"]):
+        logger.warning("%s: the state of scheduler '%s' is left out, its optimizer goes on with the rate that it had", path, name)
     for name in sorted(present["hooks"] - active["hooks"]):
         logger.warning("%s: the state of hook '%s' is left out, no such hook is active", path, name)
+
+
+def check_same_kind(ctx: TrainContext, shared: Mapping[str, Any], path: Path) -> None:
+    """An optimizer's state is for its own kind, and a position within an epoch for its own loader."""
+    for name, kind in shared.get("optimizer_types", {}).items():
+        own = type(ctx.optimizers[name]).__name__
+        if own != kind:
+            raise CheckpointError(
+                f"{path} has the state of another kind of optimizer for '{name}'",
+                found=kind,
+                needed=own,
+                fix="resume with what the checkpoint was made with, or take its weights alone with init_from",
+            )
+    then, now = shared.get("loader", {}), ctx.cursor.described()
+    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    if then and other and shared["progress"]["batch"] > 0:
+        raise CheckpointError(
+            f"{path} stands in the middle of an epoch of another loader: samples would be left out or seen twice",
+            found=", ".join(f"{name} {now.get(name)}" for name in other),
+            needed=", ".join(f"{name} {then.get(name)}" for name in other),
+            fix="resume with the loader as it was, or from the end of an epoch; or take the weights alone with init_from",
+        )
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Cursor:
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, seed: int = 0) -> None:
-        if isinstance(loader, (str, bytes)) or not isinstance(loader, Iterable):
+        if isinstance(loader, (str, bytes, Mapping)) or not isinstance(loader, Iterable):
             raise ConfigError(
                 "the loader cannot be iterated over", found=repr(loader), fix="give a DataLoader or a list of batches"
             )
@@ -73,6 +73,14 @@ class Cursor:
             return len(self.loader)
         except TypeError:  # torch's DataLoader over an iterable dataset has __len__ and no length
             return None
+
+    def described(self) -> dict[str, Any]:
+        """What a position in an epoch depends on, as far as the loader says: plain data."""
+        data, sampler = getattr(self.loader, "dataset", None), getattr(self.loader, "sampler", None)
+        facts = {name: getattr(self.loader, name, None) for name in ("batch_size", "drop_last", "seed")}
+        facts |= {"batches": self.num_batches, "samples": len(data) if isinstance(data, Sized) else None}
+        facts["order"] = None if sampler is None else type(sampler).__name__
+        return {name: value for name, value in facts.items() if isinstance(value, bool | int | str)}
 
     def seek(self, progress: Progress) -> None:
         """Go to ``progress``: its epoch's order, its batch."""
@@ -164,8 +172,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch if batch.device == device else batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple takes its fields one by one
+        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
-    if isinstance(batch, (int, float, str, type(None))):
-        return batch
-    return batch.to(device, non_blocking=True)
+    # Whatever cannot be moved (numbers, strings, arrays, a user's own class) is the objective's to deal with.
+    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch

@@ -30,7 +30,7 @@ def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Object
         return loss_fn
     if isinstance(loss_fn, SupervisedLoss):
         return SupervisedObjective(loss_fn, training_fn)
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(
             "loss_fn is no loss", found=repr(loss_fn), fix="give EnergyMSELoss() + 10.0 * ForceMSELoss(), or a callable"
         )

@@ -56,6 +56,10 @@ class OptimizerConfig:
             ("optimizer", self.optimizer_cls, self.optimizer_kwargs),
             ("scheduler", self.scheduler_cls, self.scheduler_kwargs),
         ):
+            if not callable(made) and made is not None:
+                raise ConfigError(f"the {what} is no class", found=repr(made), needed="such as torch.optim.AdamW")
+            if not isinstance(settings, Mapping):
+                raise ConfigError(f"the {what}'s settings are no dict", found=repr(settings), needed="such as {'lr': 1e-3}")
             problem = None if made is None else misfit(made, None, **settings)
             if problem is not None:
                 raise ConfigError(f"the {what} does not take these settings", found=f"{made!r}: {problem}")
@@ -73,15 +77,22 @@ class OptimizerConfig:
             raise ConfigError(
                 f"optimizer '{name}' has nothing to optimise", fix="unfreeze a parameter or drop its OptimizerConfig"
             )
-        optimizer = self.optimizer_cls(parameters, **self.optimizer_kwargs)
+        optimizer = _made("optimizer", self.optimizer_cls, parameters, self.optimizer_kwargs)
         if self.scheduler_cls is None:
             return optimizer, None
-        scheduler = self.scheduler_cls(optimizer, **self.scheduler_kwargs)
+        scheduler = _made("scheduler", self.scheduler_cls, optimizer, self.scheduler_kwargs)
         return optimizer, Scheduler(scheduler, self.scheduler_interval, self.scheduler_metric)
 
 
 OptimizerConfigs = OptimizerConfig | Sequence[OptimizerConfig] | Mapping[str, OptimizerConfig | Sequence[OptimizerConfig]]
 """One config, several over one model, or either by model name."""
+
+
+def _made(what: str, made: Callable[..., Any], over: Any, settings: Mapping[str, Any]) -> Any:
+    try:
+        return made(over, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the {what} does not take these settings", found=f"{made!r}: {error}") from error
 
 
 class Scheduler:

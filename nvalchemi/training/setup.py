@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +21,7 @@ from nvalchemi.training.hook import Hook
 from nvalchemi.training.objectives import as_objective, only_model
 from nvalchemi.training.optimizers import normalise
 from nvalchemi.training.seeds import derive_seed
+from nvalchemi.training.validation import ValidationConfig
 
 if TYPE_CHECKING:
     from nvalchemi.training.strategy import TrainingStrategy
@@ -52,8 +54,10 @@ def named_models(models: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
 
 def check_declaration(strategy: TrainingStrategy) -> None:
     """What can be known to be wrong before there is a loader."""
-    if not isinstance(strategy.models, (nn.Module, Mapping)):
-        raise ConfigError("models is no module and no dict of modules", found=type(strategy.models).__name__)
+    models: Any = strategy.models
+    if not isinstance(models, (nn.Module, Mapping)) or models == {}:
+        found = "an empty dict" if models == {} else type(models).__name__
+        raise ConfigError("models is no module and no dict of modules", found=found)
     for name, model in named_models(strategy.models).items():
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model '{name}' is no torch module", found=type(model).__name__)
@@ -61,6 +65,7 @@ def check_declaration(strategy: TrainingStrategy) -> None:
     as_objective(strategy.loss_fn, strategy.training_fn)
     if strategy.training_fn is None and isinstance(strategy.loss_fn, SupervisedLoss):
         only_model(strategy.models)
+    check_kinds(strategy)
     ends = any("end" in hook.claims for hook in strategy.hooks if isinstance(hook, Hook))
     if strategy.num_epochs is None and strategy.num_steps is None and not ends:
         raise ConfigError("the run has no end", fix="give num_epochs= or num_steps=, or a hook such as TimeBudgetHook")
@@ -75,17 +80,40 @@ def check_declaration(strategy: TrainingStrategy) -> None:
         )
 
 
+def check_kinds(strategy: TrainingStrategy) -> None:
+    """Whatever else is given is of the kind that is taken."""
+    hooks: Any = strategy.hooks
+    seed: Any = strategy.seed
+    training_fn: Any = strategy.training_fn
+    if not isinstance(hooks, Sequence) or isinstance(hooks, str):  # an iterator would be empty at the second run
+        raise ConfigError("hooks is no list of hooks", found=repr(hooks), fix="write hooks=[...]")
+    if not isinstance(strategy.validation_config, ValidationConfig | None):
+        found = type(strategy.validation_config).__name__
+        raise ConfigError(
+            "validation_config is none", found=found, fix="write validation_config=ValidationConfig(validation_data=loader)"
+        )
+    if not (training_fn is None or callable(training_fn)):
+        raise ConfigError("training_fn cannot be called", found=repr(training_fn), needed="training_fn(model, batch)")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError("seed is wrong", found=repr(seed), needed="a whole number")
+    if strategy.distributed_manager is not None and not hasattr(strategy.distributed_manager, "world_size"):
+        raise ConfigError(
+            "distributed_manager is none", found=repr(strategy.distributed_manager), fix="give DistributedManager(), or None"
+        )
+    for name in ("resume_from", "init_from"):
+        path = getattr(strategy, name)
+        if not isinstance(path, str | PathLike | None):
+            raise ConfigError(f"{name} is no path", found=repr(path), needed="'latest' or a path")
+
+
 def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
     """The context of a new run: manager, models on the device and in their modes, this rank's generator, zero progress."""
     manager = strategy.distributed_manager if strategy.distributed_manager is not None else single_process()
     models = named_models(strategy.models)
     trained = {model for model, _ in normalise(strategy.optimizer_configs, models).values()}
     before = {name: _Flags.of(model) for name, model in models.items()}
-    for name, model in models.items():
+    for model in models.values():
         model.to(manager.device)
-        model.train(name in trained)
-        if name not in trained:
-            model.requires_grad_(False)
     ctx = TrainContext(
         manager=manager,
         models=models,
@@ -101,6 +129,10 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
     ctx.flags_before = before
     if strategy.init_from is not None:
         checkpoint.load_weights(ctx, strategy.init_from)
+    for name, model in models.items():  # last: an error up to here leaves the models as they were
+        model.train(name in trained)
+        if name not in trained:
+            model.requires_grad_(False)
     return ctx
 
 
@@ -138,6 +170,13 @@ def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
         check_labels(ctx.objective.labels, strategy.validation_config.validation_data, "the validation data")
     if ctx.num_steps is None and ctx.cursor.num_batches == 0:
         raise ConfigError("the loader is empty", fix="check the dataset's size, batch_size and drop_last")
+    watched = [f"{name} ({s.metric})" for name, s in ctx.schedulers.items() if s.metric is not None]
+    if watched and strategy.validation_config is None:
+        raise ConfigError(
+            "schedulers look at a validation metric, and nothing is validated",
+            found=", ".join(watched),
+            fix="give validation_config",
+        )
     if strategy.resume_from == "latest" and ctx.hooks.checkpoint_dir is None:
         raise ConfigError('resume_from="latest" and no checkpoint hook', fix="add CheckpointHook(DIR, every=...) to hooks")
 

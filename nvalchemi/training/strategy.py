@@ -13,6 +13,7 @@ from nvalchemi.distributed import Manager
 from nvalchemi.errors import TrainingError
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import TrainContext
+from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
 from nvalchemi.training.optimizers import OptimizerConfigs
 from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
@@ -93,8 +94,9 @@ class TrainingStrategy:
             Where the run cannot go on.
         """
         ctx = begin(self, loader)
-        hooks = ctx.hooks = HookTable([*self.hooks, *validation_hooks(self.validation_config)], ctx.manager)
         try:
+            own = [FiniteHook(), *validation_hooks(self.validation_config)]
+            hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader
                 build_optimizers(ctx, self.optimizer_configs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, TrainingError
 
 
 class Update:
@@ -31,6 +31,12 @@ class Update:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of one micro-batch's share of the step's loss; ``last`` says that it completes the step."""
+        if not loss.requires_grad:
+            raise TrainingError(
+                "the loss does not depend on any weight that is trained",
+                found="a tensor without a graph",
+                fix="look for detach() or no_grad() in the model, training_fn or loss, and for labels that no prediction answers",
+            )
         loss.backward()
 
     def unscale(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import all_reduce
+from nvalchemi.errors import TrainingError
 from nvalchemi.objective import LossPart
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Window:
             parts = [row[2][name] for row in self._rows if name in row[2]]
             columns[f"loss/{name}"] = (_column([p.sum for p in parts], device), _column([p.count for p in parts], device))
         for name in dict.fromkeys(name for row in self._rows for name in row[3]):
-            numbers = _column([row[3][name] for row in self._rows if name in row[3]], device)
+            numbers = _numbers(name, [row[3][name] for row in self._rows if name in row[3]], device)
             columns[name] = (numbers, torch.ones_like(numbers))
         for name, (values, counts) in self._earlier.items():
             if name in columns:
@@ -110,6 +111,20 @@ class Window:
         self._steps = int(state["steps"])
         self._earlier = {name: (pair[0], pair[1]) for name, pair in state["waiting"].items()}
         self._num_earlier = int(state["waiting_steps"])
+
+
+def _numbers(name: str, values: list[Any], device: torch.device) -> Tensor:
+    try:
+        numbers = _column(values, device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"ctx.metrics['{name}'] is no number", found=repr(values[-1]), needed="a number or a 0-d tensor"
+        ) from error
+    if numbers.dim() != 1:
+        raise TrainingError(
+            f"ctx.metrics['{name}'] is no number", found=f"shape {tuple(numbers.shape[1:])}", needed="a 0-d tensor"
+        )
+    return numbers
 
 
 def _column(numbers: list[Any], device: torch.device) -> Tensor:

@@ -1,3 +1,6 @@
+from collections import namedtuple
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,6 +137,13 @@ def test_a_loader_shorter_than_the_position_is_an_error():
 def test_what_cannot_be_iterated_over_is_refused():
     with pytest.raises(ConfigError, match="cannot be iterated"):
         Cursor(3, CPU)
+
+
+def test_what_knows_no_device_stays_as_it_is():
+    pair, own = namedtuple("Pair", "x y")(torch.zeros(2), np.zeros(3)), object()
+    assert to_device(own, torch.device("cpu")) is own
+    moved = to_device(pair, torch.device("meta"))
+    assert type(moved) is type(pair) and moved.x.device.type == "meta" and moved.y is pair.y
 
 
 def test_batches_keep_their_structure_on_the_way_to_the_device():

@@ -335,12 +335,45 @@ def test_an_error_says_where_it_came_from():
             "several models and no training_fn; found: models a, b",
         ),
         ({"optimizer_configs": torch.optim.SGD}, "holds no OptimizerConfig"),
+        ({"models": {}}, "found: an empty dict"),
+        ({"loss_fn": EnergyMSELoss}, "loss_fn is no loss"),
+        ({"training_fn": "predict"}, "training_fn cannot be called"),
+        ({"hooks": Hook()}, "hooks is no list"),
+        ({"hooks": iter([])}, "hooks is no list"),
+        ({"validation_config": [1]}, "validation_config is none; found: list"),
+        ({"distributed_manager": "cpu"}, "distributed_manager is none"),
+        ({"seed": "a"}, "seed is wrong"),
+        ({"resume_from": True}, "resume_from is no path"),
         ({"resume_from": "somewhere", "init_from": "elsewhere"}, "exclude each other"),
     ],
 )
 def test_a_wrong_declaration_fails_when_it_is_made(settings, words):
     with pytest.raises(ConfigError, match=words):
         strategy(**settings)
+
+
+def test_settings_that_only_the_optimizer_knows_to_be_wrong():
+    with pytest.raises(ConfigError, match="Invalid learning rate"):
+        strategy(optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": -1.0})).run(batches(1))
+    plateau = OptimizerConfig(
+        torch.optim.SGD, {"lr": 0.1}, torch.optim.lr_scheduler.ReduceLROnPlateau, scheduler_metric="forces_mae"
+    )
+    with pytest.raises(ConfigError, match=r"nothing is validated; found: model \(forces_mae\)"):
+        strategy(optimizer_configs=plateau).run(batches(1))
+
+
+def test_a_run_that_cannot_begin_leaves_the_models_as_they_were(tmp_path):
+    models = {"a": line().eval(), "b": line()}
+    for wrong in ({"init_from": tmp_path / "nowhere"}, {"hooks": [Hook(), Hook()]}):
+        with pytest.raises((ConfigError, CheckpointError)):
+            strategy(models, optimizer_configs={"a": SGD}, **wrong).run(batches(1))
+        assert not models["a"].training
+        assert models["b"].training and models["b"].weight.requires_grad
+
+
+def test_a_loss_without_a_graph_is_an_error():
+    with pytest.raises(TrainingError, match="does not depend on any weight"):
+        strategy(training_fn=lambda model, batch: model(batch[0]).detach()).run(batches(2))
 
 
 def test_a_loss_that_is_no_scalar_is_an_error():

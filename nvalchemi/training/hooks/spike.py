@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nvalchemi.data import Batch
 from nvalchemi.distributed.collectives import all_reduce
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
+from nvalchemi.training.structures import name_structures
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -161,27 +161,3 @@ def offending(group: list[Any], losses: list[Tensor]) -> list[Any]:
         return group
     bad = [batch for batch, loss in zip(group, losses, strict=True) if not bool(loss.isfinite())]
     return bad or group
-
-
-def name_structures(batches: list[Any], limit: int | None = None) -> str:
-    """``"train.zarr: 3, 17; b.zarr: 4"``: where the batches' structures came from, as far as the batches know."""
-    by_dataset: dict[str, list[int]] = {}
-    for batch in batches:
-        if not isinstance(batch, Batch) or batch.sample_index is None:
-            continue
-        samples = batch.sample_index.tolist()
-        datasets = [0] * len(samples) if batch.dataset_index is None else batch.dataset_index.tolist()
-        for sample, dataset in zip(samples, datasets, strict=True):
-            name = batch.dataset_names[dataset] if dataset < len(batch.dataset_names) else f"data set {dataset}"
-            by_dataset.setdefault(name, []).append(sample)
-    if not by_dataset:
-        return "not known (the batch does not say where they come from)"
-    left = limit
-    texts: list[str] = []
-    for name, indices in by_dataset.items():
-        shown = indices if left is None else indices[:left]
-        left = None if left is None else left - len(shown)
-        if shown:
-            texts.append(f"{name}: {', '.join(map(str, shown))}")
-    hidden = sum(map(len, by_dataset.values())) - (limit or 0)
-    return "; ".join(texts) + (f" and {hidden} more" if limit is not None and hidden > 0 else "")

@@ -219,3 +219,51 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
         strategy(network(), [CheckpointHook(tmp_path / "file" / "runs", Every(steps=1))]).run(batches())
+
+
+def test_a_full_disk_is_told_as_such_and_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    strategy(network(), [CheckpointHook(tmp_path)], num_steps=4).run(batches())
+
+    def full(*args):
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 19328 vs 19280\nand a trace")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"could not be written.*unexpected pos 19328 vs 19280; do this: free space"):
+        strategy(network(), [CheckpointHook(tmp_path)], num_steps=6, resume_from="latest").run(batches())
+    assert names(tmp_path) == [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_the_middle_of_an_epoch_belongs_to_its_loader(tmp_path):
+    data = TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+
+    def run(steps, **loader):
+        return strategy(network(), [CheckpointHook(tmp_path)], num_steps=steps, resume_from="latest").run(
+            DataLoader(data, **({"batch_size": 4, "shuffle": True} | loader))
+        )
+
+    run(8)  # six batches an epoch
+    words = r"in the middle of an epoch of another loader.*found: batch_size 3, batches 8; needed: batch_size 4, batches 6"
+    with pytest.raises(CheckpointError, match=words):
+        run(9, batch_size=3)
+    with pytest.raises(CheckpointError, match="found: order SequentialSampler; needed: order RandomSampler"):
+        run(9, shuffle=False)
+    run(12)
+    assert run(20, batch_size=3).progress.epoch == 3  # an epoch's end is a place in any loader
+
+
+def test_another_kind_of_optimizer_is_refused(tmp_path):
+    strategy(network(), [CheckpointHook(tmp_path)], num_steps=4).run(batches())
+    sgd = OptimizerConfig(torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(CheckpointError, match=r"another kind of optimizer for 'model'; found: AdamW; needed: SGD"):
+        strategy(network(), [CheckpointHook(tmp_path)], optimizer_configs=sgd, num_steps=6, resume_from="latest").run(batches())
+
+
+def test_a_scheduler_may_be_left_out_of_a_resume(tmp_path, caplog):
+    step = OptimizerConfig(torch.optim.SGD, {"lr": 0.1}, torch.optim.lr_scheduler.StepLR, {"step_size": 2})
+    strategy(network(), [CheckpointHook(tmp_path)], optimizer_configs=step, num_steps=4).run(batches())
+    plain = OptimizerConfig(torch.optim.SGD, {"lr": 0.1})
+    ctx = strategy(network(), [CheckpointHook(tmp_path)], optimizer_configs=plain, num_steps=6, resume_from="latest").run(
+        batches()
+    )
+    assert ctx.optimizers["model"].param_groups[0]["lr"] == pytest.approx(0.001)
+    assert "the state of scheduler 'model' is left out" in caplog.text

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.objective import LossOutput, LossPart, Objective
 from nvalchemi.training import Every, OptimizerConfig, TrainingStage, ValidationConfig, on
 from nvalchemi.training.hooks import CheckpointHook, GradientClipHook, MetricsHook, SpikeHook
@@ -102,14 +102,29 @@ def test_samples_weigh_the_mean(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
-    loss, data = levels(float("nan"), float("inf"), 1.0)
-    strategy(weight_row(0.0), [MetricsHook(tmp_path, Every(steps=1))], optimizer_configs=SGD, loss_fn=loss, num_epochs=1).run(
-        data
-    )
+    loss, data = levels(1.0, 3.0, 5.0)
+    given = iter([float("nan"), float("inf"), torch.tensor(1.0)])
+
+    @on(TrainingStage.OPTIMIZER_STEPPED)
+    def note(ctx):
+        ctx.metrics["x"] = next(given)
+
+    hooks = [note, MetricsHook(tmp_path, Every(steps=1))]
+    strategy(weight_row(0.0), hooks, optimizer_configs=SGD, loss_fn=loss, num_epochs=1).run(data)
     lines = records(tmp_path)
-    assert [r["loss/a"] for r in lines] == ["nan", "inf", 1.0]
-    assert math.isnan(float(lines[0]["loss"])) and float(lines[1]["loss/a"]) == math.inf
+    assert [r["x"] for r in lines] == ["nan", "inf", 1.0]
+    assert math.isnan(float(lines[0]["x"])) and float(lines[1]["x"]) == math.inf
     assert lines[2]["loss/b"] == "nan"  # no label in the window
+
+
+@pytest.mark.parametrize(("value", "found"), [(torch.ones(3), r"shape \(3,\)"), ("high", "'high'")])
+def test_a_metric_that_is_no_number_is_named(tmp_path, value, found):
+    @on(TrainingStage.OPTIMIZER_STEPPED)
+    def note(ctx):
+        ctx.metrics["mine"] = value
+
+    with pytest.raises(TrainingError, match=rf"ctx.metrics\['mine'\] is no number; found: {found}"):
+        strategy(network(), [note, MetricsHook(tmp_path, Every(steps=2))], num_steps=2).run(batches())
 
 
 def test_a_skipped_step_counts_as_skipped_and_in_no_mean(tmp_path):

@@ -8,7 +8,7 @@ from nvalchemi.data import AtomicData, Batch
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training import TrainingStage, checkpoint, on
 from nvalchemi.training.hooks import MixedPrecisionHook, SpikeHook
-from nvalchemi.training.hooks.spike import name_structures
+from nvalchemi.training.structures import name_structures
 from tests.training.hooks.runs import SGD, linear, rows, strategy, weight_row
 
 NAN, INF = float("nan"), float("inf")
@@ -47,10 +47,11 @@ def test_a_loss_that_is_not_finite_is_skipped(bad):
     assert model.weight.isfinite().all()
 
 
-def test_without_the_guard_the_nan_is_there():
+def test_without_the_guard_the_run_ends_with_an_error():
     model = weight_row(0.0)
-    strategy(model, optimizer_configs=SGD, loss_fn=linear, num_epochs=1).run(rows((1.0,), (NAN,), (1.0,)))
-    assert model.weight.isnan().all()
+    with pytest.raises(TrainingError, match=r"the loss of the step after 1 is nan.*SpikeHook"):
+        strategy(model, optimizer_configs=SGD, loss_fn=linear, num_epochs=1).run(rows((1.0,), (NAN,), (1.0,)))
+    assert model.weight.isfinite().all()
 
 
 def test_a_gradient_that_is_not_finite_is_skipped():
