@@ -6,6 +6,7 @@ in ``COMMANDS``; the module is imported only when the command is used, so that `
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -62,6 +63,13 @@ class LazyGroup(TyperGroup):
             from nvalchemi.cli.console import print_error
 
             print_error(error)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if ctx.params.get("debug") or error.errno == errno.EPIPE:  # a closed pipe is no error of the command
+                raise
+            from nvalchemi.cli.console import print_error
+
+            print_error(NvalchemiError("a file cannot be read or written", found=error, fix="--debug shows where"))
             raise typer.Exit(2) from None
 
 

@@ -193,6 +193,12 @@ class TrainConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     report_every_n_steps: Positive = 50
 
+    @model_validator(mode="after")
+    def _early_stop_has_something_to_look_at(self) -> TrainConfig:
+        if self.training.early_stop is not None and self.data.validation is None:
+            raise ValueError("training.early_stop looks at the validation, and there is no data.validation")
+        return self
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """The configuration in ``path`` with ``key=value`` overrides, checked.
@@ -215,9 +221,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return check_config(raw, str(path))
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
-    """Write the whole configuration, defaults included."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+def dump_config(config: TrainConfig) -> str:
+    """The whole configuration as YAML, defaults included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -285,7 +291,7 @@ def _complaint(error: Any) -> str:
         return f"'{key}' is missing; set it in the file or with {key}{'.' + inside[0] if inside else ''}=..."
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(value, Mapping | BaseModel):
-        return f"'{key}': {message}"
+        return f"'{key}': {message}" if key else message
     if error["type"] == "literal_error" and isinstance(value, str):
         near = difflib.get_close_matches(value, re.findall(r"'([^']+)'", error["ctx"]["expected"]), n=1)
         message += f" (did you mean {near[0]}?)" if near else ""

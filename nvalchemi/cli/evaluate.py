@@ -11,7 +11,8 @@ import typer
 
 from nvalchemi.cli.console import err, out
 from nvalchemi.cli.quantities import MILLI, QUANTITIES, maes
-from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.cli.run_dir import RunDir, write_whole
+from nvalchemi.errors import DataError
 
 
 def command(
@@ -60,6 +61,12 @@ def measure(
             progress(done, len(dataset))
 
         metrics = evaluate(trained.model.to(manager.device), loader, manager=manager, batch_callback=note)
+    if not in_milli(metrics):
+        raise DataError(
+            f"{store} has no label to compare with",
+            found=f"the fields {', '.join(dataset.field_names)}",
+            needed="energy, forces or stress of some structure, not NaN",
+        )
     report: dict[str, Any] = {
         **in_milli(metrics),
         "n": int(metrics["n"]),
@@ -71,7 +78,7 @@ def measure(
     }
     name = store.name.removesuffix(".zarr") or "store"
     parity.save(run.evaluation / f"{name}.npz")
-    (run.evaluation / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(run.evaluation / f"{name}.json", json.dumps(report, indent=1) + "\n")
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,4 +50,7 @@ class Parity:
     def save(self, path: Path) -> None:
         """Write the arrays as npz."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, **self.arrays())  # type: ignore[arg-type]  # the stubs know no names of arrays
+        temporary = path.with_suffix(".part")
+        with temporary.open("wb") as file:  # a torn archive would stand in the way of plot
+            np.savez_compressed(file, **self.arrays())  # type: ignore[arg-type]  # the stubs know no names of arrays
+        os.replace(temporary, path)

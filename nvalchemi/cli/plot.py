@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from zipfile import BadZipFile
 
 import typer
 
@@ -48,8 +49,11 @@ def draw_parity(run: RunDir, evaluation: str | None = None) -> list[Path]:
     found = evaluated(run, evaluation)
     if found is None:
         return []
-    with np.load(found, allow_pickle=False) as data:
-        arrays = {name: data[name] for name in data.files}
+    try:
+        with np.load(found, allow_pickle=False) as data:
+            arrays = {name: data[name] for name in data.files}
+    except (ValueError, EOFError, BadZipFile) as error:
+        raise ConfigError(f"{found} is damaged", found=error, fix=f"nvalchemi evaluate {run.path} STORE makes it anew") from None
     paths = []
     if "energy" in arrays and len(arrays["energy"]):
         label, prediction, atoms = arrays["energy_label"], arrays["energy"], arrays["num_atoms"]

@@ -19,7 +19,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN, build_model, build_net
 from nvalchemi.training import Every, OptimizerConfig, TrainContext, TrainingStrategy, ValidationConfig
 from nvalchemi.training import losses as terms
-from nvalchemi.training.hook import Hook
+from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.hooks import (
     CheckpointHook,
     EarlyStopHook,
@@ -33,6 +33,7 @@ from nvalchemi.training.hooks import (
     TimeBudgetHook,
 )
 from nvalchemi.training.schedules import Shape
+from nvalchemi.training.stages import TrainingStage
 
 _LOSSES: dict[str, dict[str, Callable[..., terms.Loss]]] = {
     "energy": {"mse": terms.EnergyMSELoss, "mae": terms.EnergyMAELoss, "huber": terms.EnergyHuberLoss},
@@ -52,7 +53,7 @@ def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainCon
     manager = single_process()
     training = make_dataset(config, config.data.train, manager.device)
     validation = None if config.data.validation is None else make_dataset(config, config.data.validation, manager.device)
-    model = build_model(run.model_config()) if resume else make_model(config, training)
+    model = in_precision(build_model(run.model_config()) if resume else make_model(config, training), config)
     loader = DataLoader(
         training,
         batch_size=config.data.batch_size,
@@ -62,11 +63,22 @@ def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainCon
         pin_memory=manager.device.type == "cuda",
         seed=config.training.seed,
     )
+    if len(loader) == 0:
+        raise ConfigError(
+            "the training data give no batch",
+            found=f"{len(training)} structures, data.batch_size={config.data.batch_size}, data.drop_last=true",
+            fix="lower data.batch_size or set data.drop_last=false",
+        )
     strategy = make_strategy(config, run, model, loader, validation, manager, resume=resume)
-    run.write_config(config)
     if not resume:
+        run.write_config(config)
         run.write_model_config(model.config())
     return strategy.run(loader)
+
+
+def in_precision(model: EnergyModel, config: TrainConfig) -> EnergyModel:
+    """The model, its network computing in the dtype of the data."""
+    return model.to(getattr(torch, config.data.dtype))
 
 
 def make_dataset(config: TrainConfig, store: str, device: torch.device) -> Dataset | InMemoryDataset:
@@ -149,6 +161,11 @@ def make_strategy(
     """The strategy with all its hooks."""
     section = config.training
     steps = total_steps(config, len(loader))
+    hooks: list[Any] = make_hooks(config, run, validated=validation is not None)
+    fresh = added(hooks, run) if resume else []
+    if resume:
+        # Only once the checkpoint was found to fit: a change that cannot be must not stand in the way of the next try.
+        hooks.append(on(TrainingStage.TRAINING_START)(config_keeper(config, run)))
     return TrainingStrategy(
         models=model,
         optimizer_configs=make_optimizer(config, steps),
@@ -159,9 +176,26 @@ def make_strategy(
         seed=section.seed,
         distributed_manager=manager,
         validation_config=None if validation is None else make_validation(config, validation),
-        hooks=make_hooks(config, run, validated=validation is not None),
+        hooks=hooks,
+        fresh=fresh,
         resume_from=run.checkpoints if resume else None,
     )
+
+
+def added(hooks: list[Hook], run: RunDir) -> list[str]:
+    """Names of the hooks that the run did not have so far: no checkpoint has a state of theirs."""
+    before = run.config()
+    known = {hook.name for hook in make_hooks(before, run, validated=before.data.validation is not None)}
+    return [hook.name for hook in hooks if hook.name not in known]
+
+
+def config_keeper(config: TrainConfig, run: RunDir) -> Callable[[TrainContext], None]:
+    """A hook's function that keeps the settings."""
+
+    def keep_config(ctx: TrainContext) -> None:
+        run.write_config(config)
+
+    return keep_config
 
 
 def total_steps(config: TrainConfig, batches: int) -> int | None:

@@ -10,6 +10,7 @@ import typer
 from nvalchemi.cli.config import apply_override, check_config, read_yaml
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.cli.train import tell_outcome
+from nvalchemi.errors import ConfigError
 
 
 def command(
@@ -19,7 +20,8 @@ def command(
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change from here on, such as training.epochs=200."),
     ] = None,
     max_time: Annotated[
-        str | None, typer.Option("--max-time", help="A new time budget for the run as a whole, earlier sittings included.")
+        str | None,
+        typer.Option("--max-time", help="A new time budget for the run as a whole, earlier sittings with one included."),
     ] = None,
 ) -> None:
     """Go on with a run from its last checkpoint."""
@@ -27,7 +29,19 @@ def command(
     raw = read_yaml(run.config_file)
     for override in [*(overrides or []), *([] if max_time is None else [f"training.max_time={max_time}"])]:
         apply_override(raw, override)
-    config = check_config(raw, str(run.config_file))
+    config, before = check_config(raw, str(run.config_file)), run.config()
+    changed = [key for key, value in config.model if value != getattr(before.model, key)]
+    if changed:
+        raise ConfigError(
+            "the model of a run stays as it is",
+            found=f"other settings of {', '.join(f'model.{key}' for key in changed)}",
+            fix="start a new run: nvalchemi train with another --run-dir",
+        )
+    if not any(run.checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to go on from",
+            fix=f"begin again: nvalchemi train {run.config_file} --run-dir {run_dir}",
+        )
 
     from nvalchemi.cli import recipe
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nvalchemi.cli.config import TrainConfig, check_config, read_yaml, save_config
+from nvalchemi.cli.config import TrainConfig, check_config, dump_config, read_yaml
 from nvalchemi.errors import ConfigError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 class RunDir:
@@ -66,7 +74,7 @@ class RunDir:
 
     def write_config(self, config: TrainConfig) -> None:
         """Keep the settings."""
-        save_config(config, self.config_file)
+        write_whole(self.config_file, dump_config(config))
 
     def model_config(self) -> dict[str, Any]:
         """How to rebuild the model."""
@@ -77,11 +85,14 @@ class RunDir:
 
     def write_model_config(self, config: Mapping[str, Any]) -> None:
         """Keep how to rebuild the model."""
-        self.model_file.write_text(json.dumps(config, indent=1))
+        write_whole(self.model_file, json.dumps(config, indent=1))
 
     def records(self) -> list[dict[str, Any]]:
         """The metrics written so far, in order."""
         if not self.metrics.is_file():
             raise ConfigError(f"{self.path} holds no metrics yet", needed=self.metrics.name)
         whole, _, _ = self.metrics.read_text().rpartition("\n")  # the last line of a killed run may be torn
-        return [json.loads(line) for line in whole.splitlines()]
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise ConfigError(f"{self.metrics} is damaged", found=str(error)) from None

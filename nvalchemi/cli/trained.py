@@ -57,7 +57,9 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
     weights = "raw"
     if not raw and "ema" in shared["hooks"]:
         states, weights = shared["hooks"]["ema"]["models"], "ema"
-    model = build_model(run.model_config())
+    from nvalchemi.cli.recipe import in_precision
+
+    model = in_precision(build_model(run.model_config()), run.config())
     try:
         model.load_state_dict(states["model"])
     except (KeyError, RuntimeError) as error:

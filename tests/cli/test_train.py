@@ -151,6 +151,12 @@ def test_labels_that_the_data_lack(folder):
         (["train", "config.yaml", "--run-dir", "x3", "optimizer.options.beta=8"], "betas"),
         (["train", "config.yaml", "--run-dir", "x4", "model.name=panin"], "painn"),
         (["train", "config.yaml", "--run-dir", "config.yaml"], "is no folder"),
+        (["train", "config.yaml", "--run-dir", "x5", "data.batch_size=100", "data.drop_last=true"], "data.drop_last=false"),
+        (["train", "config.yaml", "--run-dir", "x6", "optimizer.options.betas=[2, 3]"], "Invalid beta parameter"),
+        (
+            ["train", "config.yaml", "--run-dir", "x7", "training.early_stop.patience=2", "data.validation=null"],
+            "cannot be used: training.early_stop looks at the validation",
+        ),
         (["resume", "nowhere"], "nowhere is no run folder"),
         (["evaluate", "train.zarr", "test.zarr"], "is no run folder"),
         (["plot", "nowhere"], "is no run folder"),
@@ -166,6 +172,62 @@ def test_a_run_without_a_checkpoint_is_no_trained_model(folder):
     (folder / "empty").mkdir()
     (folder / "empty" / "config.yaml").write_text((folder / "config.yaml").read_text())
     assert "no checkpoints yet" in call("evaluate", "empty", "test.zarr", code=2).stderr
+    assert "has no checkpoint to go on from" in call("resume", "empty", code=2).stderr
+
+
+def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(folder):
+    call("train", "config.yaml", "--run-dir", "changed", "training.steps=5")  # in the middle of an epoch
+    config = (folder / "changed" / "config.yaml").read_text()
+    for change, telling in (
+        ("model.cutoff=2.5", "the model of a run stays as it is"),
+        ("model.net.n_features=16", "the model of a run stays as it is"),
+        ("optimizer.name=SGD", "another kind of optimizer"),
+        ("data.train=valid.zarr", "another loader: samples would be left out"),
+    ):
+        told = call("resume", "changed", change, "training.steps=8", code=2).stderr
+        assert telling in " ".join(told.split())
+        assert (folder / "changed" / "config.yaml").read_text() == config
+    call("resume", "changed", "training.steps=7")
+    assert RunDir(folder / "changed").config().training.steps == 7
+
+
+def test_a_resume_may_add_hooks(folder):
+    call("train", "config.yaml", "--run-dir", "grown", "training.ema_decay=null", "training.steps=3")
+    call("resume", "grown", "training.ema_decay=0.9", "--max-time", "10m", "training.steps=4")
+    assert load_trained(RunDir(folder / "grown"), which="last").weights == "ema"
+
+
+def test_the_network_computes_in_the_dtype_of_the_data(folder):
+    call("train", "config.yaml", "--run-dir", "double", "data.dtype=float64", "training.steps=2")
+    call("resume", "double", "training.steps=3")
+    model = load_trained(RunDir(folder / "double"), which="last").model
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_a_store_without_labels_is_not_evaluated(trained):
+    from nvalchemi.data.datapipes import AtomicDataZarrReader, AtomicDataZarrWriter
+
+    batch = AtomicDataZarrReader("test.zarr").read_many([0, 1])
+    AtomicDataZarrWriter("bare.zarr").write(batch.replace(energy=None, forces=None, stress=None))
+    assert "bare.zarr has no label to compare with" in call("evaluate", trained, "bare.zarr", "--json", code=2).stderr
+    assert not (trained / "evaluation" / "bare.npz").exists()
+
+
+def test_what_the_disk_refuses_is_told_in_plain_words(trained, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    result = call("evaluate", trained, "test.zarr", code=2)
+    assert "No space left on device" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_damaged_evaluation_is_named(trained):
+    (trained / "evaluation").mkdir(exist_ok=True)
+    (trained / "evaluation" / "torn.npz").write_bytes(b"PK")
+    told = call("plot", trained, "--evaluation", "torn", code=2).stderr
+    assert "torn.npz is damaged" in " ".join(told.split())
+    (trained / "evaluation" / "torn.npz").unlink()
 
 
 def test_the_example_configurations_are_valid():
