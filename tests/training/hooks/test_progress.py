@@ -35,7 +35,7 @@ def test_plain_lines_where_there_is_no_terminal():
 
 def test_lines_are_rare():
     text = shown(io.StringIO(), {"interval": 60.0}, num_steps=200)
-    assert len(text.splitlines()) == 1  # the end
+    assert len(text.splitlines()) <= 2  # the end, and a first one after a second where the machine is slow
 
 
 def test_the_loss_is_not_fetched_each_step():
