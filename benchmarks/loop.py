@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from nvalchemi.models import InteratomicPotential, PaiNN
 from torch import nn
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.data.transforms import NeighborList
+from nvalchemi.models import InteratomicPotential, PaiNN
 from nvalchemi.training import (
     EnergyMSELoss,
     ForceMSELoss,
