@@ -84,7 +84,7 @@ def test_batch_equals_structures_one_by_one(data, cutoff):
     assert (batch.batch_idx[batch.edge_index[0]] == batch.batch_idx[batch.edge_index[1]]).all()
 
 
-def test_no_edge_between_structures_in_the_same_place():
+def test_b19_no_edge_between_structures_in_the_same_place():
     data = structure(0, 6)
     batch = neighbor_list(Batch.from_data_list([data, data, data]), 4.0)
     alone = neighbor_list_data(data, 4.0)

@@ -35,7 +35,7 @@ def test_forces_are_minus_the_finite_difference(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["pair potential", "PaiNN"])
-def test_stress_is_the_finite_difference_with_strain(kind):
+def test_b15_stress_is_the_finite_difference_with_strain(kind):
     """B15."""
     model, data = both_kinds()[kind], crystal()
     stress = model.eval().predict(Batch.from_data_list([data]), ("stress",))["stress"][0]
@@ -90,7 +90,7 @@ def test_only_what_is_asked_for():
 
 
 @pytest.mark.parametrize("kind", ["pair potential", "PaiNN"])
-def test_a_batch_gives_what_each_structure_gives_alone(kind):
+def test_b19_a_batch_gives_what_each_structure_gives_alone(kind):
     """B19: overlapping coordinates, periodic and not, an atom alone, in any order."""
     model = both_kinds()[kind]
     data = [molecule(9), crystal(), molecule(1), molecule(5, seed=3)]
@@ -105,7 +105,7 @@ def test_a_batch_gives_what_each_structure_gives_alone(kind):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("kind", ["pair potential", "PaiNN"])
-def test_evaluation_in_any_mode(mode, kind):
+def test_b104_evaluation_in_any_mode(mode, kind):
     """B104: the same numbers, no graph, no gradients of parameters."""
     model = both_kinds()[kind].train()
     outputs = ("energy", "forces", "stress")
@@ -163,7 +163,7 @@ def test_the_network_leaves_out_longer_edges_by_itself():
     assert not gradient[~near].any()
 
 
-def test_an_atom_alone_has_its_reference_energy():
+def test_b17_an_atom_alone_has_its_reference_energy():
     """B17: once, and nothing of the network beside it."""
     model = painn(torch.float32)
     for z, value in ((1, REFERENCES["H"]), (8, REFERENCES["O"])):
@@ -173,7 +173,7 @@ def test_an_atom_alone_has_its_reference_energy():
         assert not out["forces"].any()
 
 
-def test_unknown_elements_are_named():
+def test_b17_unknown_elements_are_named():
     """B17."""
     copper = Batch.from_data_list([AtomicData([[0.0, 0, 0], [0, 0, 2.5]], [8, 29])])
     with pytest.raises(DataError, match=r"found: Cu; needed: some of H, C, O"):
@@ -185,7 +185,7 @@ def test_unknown_elements_are_named():
     assert general.predict(copper)["energy"].isfinite().all()
 
 
-def test_reference_energies_are_used_once():
+def test_b17_reference_energies_are_used_once():
     """B17: a data pipe that took them off says so, and the model refuses."""
     model, data = painn(), molecule(system={"removed_energy": torch.tensor(-1.0, dtype=torch.float64)})
     batch = Batch.from_data_list([data])

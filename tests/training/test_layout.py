@@ -12,7 +12,7 @@ def save(directory, step, metrics=None, text="state"):
     return layout.list_checkpoints(directory)[-1]
 
 
-def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
+def test_b62_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError, match="killed"), layout.writing(tmp_path, {"progress": {"step": 1}}) as add:
         add(layout.SHARED, lambda path: path.write_text("state"))
         assert layout.list_checkpoints(tmp_path) == []
@@ -47,7 +47,7 @@ def test_a_damaged_newest_is_passed_over_and_named(tmp_path, caplog, damage):
             newest.verify()
 
 
-def test_debris_of_a_dead_process_is_cleared_and_never_counts(tmp_path):
+def test_b62_debris_of_a_dead_process_is_cleared_and_never_counts(tmp_path):
     debris = tmp_path / ".writing-999999999"
     debris.mkdir()
     (debris / layout.MANIFEST).write_text("{}")

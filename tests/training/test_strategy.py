@@ -95,7 +95,7 @@ def test_the_loop_is_as_drawn():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 10])
-def test_micro_batches_of_any_size_give_the_gradient_of_the_whole(accumulate):
+def test_b40_micro_batches_of_any_size_give_the_gradient_of_the_whole(accumulate):
     data = batches(3, 1, 5, 2, 7, 1)
     grouped = [data[i : i + accumulate] for i in range(0, len(data), accumulate)]
     whole = [(torch.cat([x for x, _ in g]), torch.cat([y for _, y in g])) for g in grouped]

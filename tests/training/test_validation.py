@@ -92,7 +92,7 @@ class Told(Objective):
         return LossOutput.from_parts({"told": LossPart(batch.sum(), len(batch), 2.0)}, len(batch))
 
 
-def test_batches_weigh_by_their_size():
+def test_b106_batches_weigh_by_their_size():
     batches = [torch.full((4,), 1.0), torch.full((4,), 1.0), torch.full((1,), 10.0)]
     assert evaluate(nn.Linear(1, 1), batches, Told()) == {"loss": 4.0, "loss/told": 2.0, "n": 9}
     mean = evaluate(nn.Linear(1, 1), batches, lambda x, generator: x.mean())

@@ -107,7 +107,7 @@ def test_virial_becomes_a_stress(tmp_path, sign):
     assert conversion.labels.used["forces"] == {"force": 3}
 
 
-def test_imported_stress_is_the_derivative_of_the_energy(tmp_path):
+def test_b15_imported_stress_is_the_derivative_of_the_energy(tmp_path):
     """B15: a crystal squeezed by one percent; the label that comes in is dE/d(strain)/V, to 1e-4 eV/Å^3."""
     h = 1e-4
     frames = copper([0.99, 0.99 * (1 - h), 0.99 * (1 + h)], rattle=0.0)

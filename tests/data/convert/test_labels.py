@@ -11,7 +11,7 @@ from nvalchemi.errors import DataError
 from tests.data.convert.files import copper, ethanol, renamed, write
 
 
-def test_a_label_under_another_name_is_never_taken_unasked(tmp_path):
+def test_b11_a_label_under_another_name_is_never_taken_unasked(tmp_path):
     """B11: the energy under REF_energy is an error that lists what there is, not a store without energies."""
     path = renamed(tmp_path / "a.xyz", ethanol(), energy="REF_energy", forces="REF_forces")
     with pytest.raises(DataError) as caught:

@@ -95,14 +95,14 @@ def test_wrong_arguments(store: Path) -> None:
         Dataset(reader, dtype=torch.float16)
 
 
-def test_wanted_and_present_fields_are_listed(store: Path) -> None:  # B11
+def test_b11_wanted_and_present_fields_are_listed(store: Path) -> None:
     dataset = Dataset(AtomicDataZarrReader(store))
     dataset.require_fields("energy", "forces")
     with pytest.raises(DataError, match=r"lacks stress; found: the fields .*energy.*needed: energy, stress"):
         dataset.require_fields("energy", "stress")
 
 
-def test_labels_that_only_some_structures_have(tmp_path: Path) -> None:  # B13
+def test_b13_labels_that_only_some_structures_have(tmp_path: Path) -> None:
     full = structure(1, 3, LABELS | {"stress"})
     nan_stress = structure(2, 2, LABELS).replace(stress=torch.full((3, 3), float("nan"), dtype=torch.float64))
     no_energy = structure(3, 4, frozenset({"forces", "stress"}))
@@ -272,7 +272,7 @@ def _torch_loader(dataset: Dataset, workers: int, **kwargs) -> TorchLoader:
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_forked_workers_read_after_the_parent_has_read(data: list[AtomicData], store: Path, workers: int) -> None:  # B05
+def test_b05_forked_workers_read_after_the_parent_has_read(data: list[AtomicData], store: Path, workers: int) -> None:
     dataset = Dataset(AtomicDataZarrReader(store))
     dataset.read_many(range(40))
     next(iter(DataLoader(dataset, batch_size=3)))  # and a thread may be at work
@@ -314,7 +314,7 @@ def _draws(loader: TorchLoader, dataset: Dataset, epochs: int, tell: bool) -> li
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True), (4, False)])
 @pytest.mark.parametrize("tell", [True, False])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_random_transforms_differ_between_workers_and_epochs_and_repeat(
+def test_b21_random_transforms_differ_between_workers_and_epochs_and_repeat(
     store: Path, workers: int, persistent: bool, tell: bool
 ) -> None:  # B21
     reader = AtomicDataZarrReader(store)

@@ -333,7 +333,7 @@ def test_cuda_batches_equal_those_on_the_cpu(data: list[AtomicData], prefetch_fa
 # -- speed -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_random_reads_cost_at_most_three_times_contiguous_ones(tmp_path: Path) -> None:  # B07
+def test_b07_random_reads_cost_at_most_three_times_contiguous_ones(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     data = [structure(i, int(random.integers(5, 61)), frozenset({"energy", "forces"})) for i in range(100)]
     AtomicDataZarrWriter(tmp_path / "a.zarr", chunk_rows=256, shard_rows=4096).write(Batch.from_data_list(data * 20))

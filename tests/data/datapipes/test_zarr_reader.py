@@ -131,7 +131,7 @@ def test_a_field_of_another_unit_or_level_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("array", ["forces", "positions"])
-def test_a_lost_chunk_file_is_an_error_that_names_it(store: Path, array: str) -> None:
+def test_b03_a_lost_chunk_file_is_an_error_that_names_it(store: Path, array: str) -> None:
     (store / f"r1/atom/{array}/c/2/0").unlink()
     reader = AtomicDataZarrReader(store)
     with pytest.raises(DataError) as caught:

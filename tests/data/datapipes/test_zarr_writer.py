@@ -368,11 +368,11 @@ def test_a_writer_killed_at_any_moment_leaves_the_committed_store(tmp_path: Path
     run_script("killed_at_random", tmp_path)
 
 
-def test_two_writers_to_one_shard_leave_every_row_intact_or_one_is_refused(tmp_path: Path) -> None:
+def test_b01_two_writers_to_one_shard_leave_every_row_intact_or_one_is_refused(tmp_path: Path) -> None:
     run_script("two_writers", tmp_path)
 
 
-def test_a_fresh_process_sees_an_append_and_its_new_field(tmp_path: Path) -> None:
+def test_b09_a_fresh_process_sees_an_append_and_its_new_field(tmp_path: Path) -> None:
     AtomicDataZarrWriter(tmp_path / "a.zarr").write(some(100, frozenset({"energy"})))
     AtomicDataZarrWriter(tmp_path / "a.zarr").append(some(50, frozenset({"energy", "dipole"}), seed=500))
     run_script("fresh_reader", tmp_path)

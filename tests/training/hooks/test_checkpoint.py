@@ -201,7 +201,7 @@ def test_another_runs_checkpoints_are_neither_mixed_nor_deleted(tmp_path):
     assert names(tmp_path) == before
 
 
-def test_latest_where_all_are_damaged_does_not_start_over_them(tmp_path):
+def test_b76_latest_where_all_are_damaged_does_not_start_over_them(tmp_path):
     strategy(network(), [CheckpointHook(tmp_path, Every(steps=4))]).run(batches())
     for path in tmp_path.glob("step-*/shared.pt"):
         path.write_bytes(b"")

@@ -31,7 +31,7 @@ def killed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=lambda pair: f"{pair[0]} {pair[1]}".replace(" ", "_"))
-def test_killed_and_resumed_is_as_unbroken(killed, instant):
+def test_b62_killed_and_resumed_is_as_unbroken(killed, instant):
     folder, status, errors = killed
     name = f"{instant[0]} {instant[1]}"
     assert status["whole"] == [0], errors

@@ -29,7 +29,7 @@ class Send(Hook):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_step_is_finished_and_saved(number, tmp_path):
+def test_b70_the_step_is_finished_and_saved(number, tmp_path):
     before = signal.getsignal(number)
     ctx = strategy(network(), [StopOnSignalHook(), Send(number), CheckpointHook(tmp_path)], num_steps=50).run(batches())
     assert ctx.progress.step == 3 and number.name in ctx.stop_reason

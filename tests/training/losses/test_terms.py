@@ -76,7 +76,7 @@ def test_stress_values():
 
 @every_term
 @pytest.mark.parametrize("how", ["absent", "nan"])
-def test_unlabelled_structures_leave_the_loss_of_the_others(term, how):
+def test_b13_unlabelled_structures_leave_the_loss_of_the_others(term, how):
     label = next(iter(term.labels))
     lacking, rest = [1, 2], [0, 3]
     if how == "absent":
@@ -98,7 +98,7 @@ def test_unlabelled_structures_leave_the_loss_of_the_others(term, how):
 
 
 @every_term
-def test_no_label_at_all_gives_zero_with_a_usable_graph(term):
+def test_b13_no_label_at_all_gives_zero_with_a_usable_graph(term):
     label = next(iter(term.labels))
     batch = make_batch(lacking={label: [0, 1, 2]}).index_select([0, 1, 2])
     predictions = make_predictions(batch)
@@ -177,7 +177,7 @@ def test_other_keys():
     assert term.requires == {"e"} and term.labels == {"ref_energy"} and term.targets == {"e": "ref_energy"}
 
 
-def test_a_missing_label_names_wanted_and_present():
+def test_b11_a_missing_label_names_wanted_and_present():
     batch = make_batch().replace(energy=None)
     with pytest.raises(DataError, match=r"(?s)found: .*forces.*stress.*needed: energy"):
         EnergyMSELoss()(make_predictions(batch), batch)
