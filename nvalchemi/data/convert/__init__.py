@@ -108,10 +108,13 @@ def convert(
         trust_units=trust_units,
         progress=progress,
     )
-    if output.exists() and not (append or overwrite):
+    there = (
+        output / "zarr.json"
+    ).exists()  # whatever else is in its place, debris of a failed conversion or not, is the writer's to judge
+    if there and not (append or overwrite):
         raise DataError(f"{output} exists", fix="--append adds to it, --overwrite replaces it; or write elsewhere")
     # what earlier conversions appended to the store stays on record
-    earlier = AtomicDataZarrReader(output).metadata.get("conversions", []) if append and output.exists() else []
+    earlier = AtomicDataZarrReader(output).metadata.get("conversions", []) if append and there else []
     writer = AtomicDataZarrWriter(
         output, overwrite=overwrite, metadata=lambda: {"conversions": [*earlier, conversion.metadata()]}
     )

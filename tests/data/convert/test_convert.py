@@ -202,6 +202,23 @@ def test_append_and_overwrite(tmp_path):
     assert len(reader.metadata["conversions"]) == 1
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_what_a_failed_conversion_left_does_not_stand_in_the_way(tmp_path, append, monkeypatch):
+    store, source = tmp_path / "a.zarr", write(tmp_path / "a.xyz", ethanol())
+
+    def broken(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", broken)
+        patch.setattr("os.rename", broken)
+        with pytest.raises((DataError, OSError)):
+            convert([source], store, append=append)
+    store.mkdir(exist_ok=True)
+    convert([source], store, append=append)
+    assert_same(AtomicDataZarrReader(store), ethanol())
+
+
 def test_metadata_remembers_files_keys_units_and_version(tmp_path):
     convert([rmd17(tmp_path / "a.npz", ethanol(4), 1 / KCAL)], tmp_path / "a.zarr", units=["kcal/mol"], select="1:3")
     (conversion,) = AtomicDataZarrReader(tmp_path / "a.zarr").metadata["conversions"]
