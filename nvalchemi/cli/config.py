@@ -135,7 +135,10 @@ class EarlyStopSection(Section):
 
 
 class TrainingSection(Section):
-    """The run: it ends after ``epochs``, ``steps`` or ``max_time``, whichever comes first."""
+    """The run: it ends after ``epochs``, ``steps`` or ``max_time``, whichever comes first.
+
+    ``threads`` is how many torch computes in on the CPU; ``null`` leaves it to torch. Small molecules train fastest in one.
+    """
 
     epochs: Positive | None = None
     steps: Positive | None = None
@@ -147,6 +150,7 @@ class TrainingSection(Section):
     mixed_precision: Literal["bf16", "fp16"] | None = None
     spike_factor: Annotated[float, Field(gt=1)] | None = 10.0
     early_stop: EarlyStopSection | None = None
+    threads: Positive | None = None
 
     @model_validator(mode="after")
     def _has_an_end(self) -> TrainingSection:

@@ -12,6 +12,7 @@ import torch
 
 from nvalchemi.cli.config import TermSection, TrainConfig
 from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.cli.threads import cpu_threads
 from nvalchemi.data.datapipes import AtomicDataZarrReader, DataLoader, Dataset, InMemoryDataset
 from nvalchemi.data.transforms import NeighborList
 from nvalchemi.distributed import Manager, single_process
@@ -73,7 +74,8 @@ def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainCon
     if not resume:
         run.write_config(config)
         run.write_model_config(model.config())
-    return strategy.run(loader)
+    with cpu_threads(config.training.threads):
+        return strategy.run(loader)
 
 
 def in_precision(model: EnergyModel, config: TrainConfig) -> EnergyModel:

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
@@ -24,6 +23,7 @@ from nvalchemi.cli.evaluate import measure
 from nvalchemi.cli.figures import save
 from nvalchemi.cli.progress import counting
 from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.cli.threads import cpu_threads
 from nvalchemi.cli.trained import load_trained
 from nvalchemi.data import AtomicData
 from nvalchemi.data.datapipes import AtomicDataZarrReader, AtomicDataZarrWriter
@@ -73,7 +73,7 @@ class Demonstration:
         self._title("1  Labels")
         with self._timed("labels"):
             self.draw_structures()
-        with one_thread():
+        with cpu_threads(1):
             self._title("2  Training")
             with self._timed("training"):
                 steps = self.train()
@@ -204,17 +204,6 @@ class Demonstration:
         start = perf_counter()
         yield
         self.seconds[name] = perf_counter() - start
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute in one thread: on molecules so small a second one gains nothing, and waits for whatever else the machine does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def configuration(train: Path, valid: Path, seconds: float, seed: int, changes: dict[str, Any]) -> TrainConfig:
