@@ -1,7 +1,12 @@
 """PaiNN, the built-in potential (Schütt et al. 2021, arXiv:2102.03150), in plain torch.
 
-Against the paper: the filters have no bias, so that everything is twice differentiable at the cutoff; what the network gives for an
-atom alone is taken off, so that its energy is the reference energy exactly; the last layer computes no vectors, for nothing reads them.
+Against the paper:
+
+- the radial functions are Gaussians that fade with a quintic step: with the paper's sines, whose higher ones wiggle on the scale of
+  0.2 Å, and a cosine, training on 950 structures of ethanol is at 50 meV/Å after 4000 steps, with Gaussians at 36;
+- the filters have no bias, so that everything is twice differentiable at the cutoff;
+- what the network gives for an atom alone is taken off, so that the energy of one is its reference energy exactly;
+- the last layer computes no vectors, for nothing reads them.
 
 Vectors are kept as (3, N, F), the direction first: products over it and with scalars then run over contiguous memory.
 """
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from nvalchemi.errors import ConfigError
+from nvalchemi.models.painn_edges import gaussians
 from nvalchemi.models.painn_function import EnergyAndGradient
 from nvalchemi.models.painn_layer import NORM_EPS
 from nvalchemi.models.potential import PotentialNet
@@ -37,7 +43,7 @@ class PaiNN(PotentialNet):
     cutoff
         Å.
     n_rbf
-        How many radial functions, ``sin(n pi r / cutoff) / r`` times a cosine cutoff.
+        How many radial functions; see `EdgeBasis`.
     """
 
     gives_gradient = True
@@ -54,11 +60,11 @@ class PaiNN(PotentialNet):
         n_rbf: int = 20,
     ) -> None:
         super().__init__()
-        if min(n_features, n_interactions, n_rbf) < 1 or n_features % 2 or not 0 < cutoff < math.inf:
+        if min(n_features, n_interactions, n_rbf - 1) < 1 or n_features % 2 or not 0 < cutoff < math.inf:
             raise ConfigError(
                 "no such PaiNN",
                 found=f"n_features={n_features}, n_interactions={n_interactions}, n_rbf={n_rbf}, cutoff={cutoff}",
-                needed="positive numbers, n_features even",
+                needed="positive numbers, n_features even, n_rbf at least 2",
             )
         numbers = range(1, MAX_Z + 1) if elements is None else sorted({atomic_number(e) for e in elements})
         self.elements = tuple(numbers)
@@ -96,13 +102,14 @@ class PaiNN(PotentialNet):
         return torch.cat([rows, kinds]), kind
 
     def edge_basis(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Radial functions (E, n_rbf) and unit vectors (3, E, 1) of the edges."""
+        """Radial functions (E, n_rbf) and unit vectors (3, E, 1) of the edges; see `EdgeBasis`."""
         length = vectors.square().sum(1, keepdim=True).sqrt()
-        inverse = 1.0 / length
-        inside = (length < self.cutoff).to(length.dtype)
-        fade = (0.5 * (torch.cos(length * (math.pi / self.cutoff)) + 1.0)) * inside
-        wave = torch.arange(1, self.n_rbf + 1, dtype=length.dtype, device=length.device) * (math.pi / self.cutoff)
-        return torch.sin(length * wave) * (fade * inverse), (vectors * inverse).t().unsqueeze(2)
+        x = (length / self.cutoff).clamp(max=1.0)
+        fade = 1.0 - x**3 * (10.0 - 15.0 * x + 6.0 * x**2)
+        first, width = gaussians(self.n_rbf, self.cutoff)
+        centres = first + width * torch.arange(self.n_rbf, dtype=length.dtype, device=length.device)
+        bells = torch.exp(-0.5 * ((length - centres) / width) ** 2)
+        return bells * fade, (vectors / length).t().unsqueeze(2)
 
     def config(self) -> dict[str, Any]:
         """See `PotentialNet.config`."""
