@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,8 @@ class HookTable:
             stage: tuple((h, method) for h in self.hooks for s, method in h.stage_listeners() if s is stage)
             for stage in TrainingStage
         }
-        self._spans: dict[TrainingSpan, tuple[tuple[Hook, Callable[[TrainContext], AbstractContextManager[None]]], ...]] = {
-            span: tuple((h, contextmanager(method)) for h in self.hooks for s, method in h.span_listeners() if s is span)
-            for span in TrainingSpan
+        self._spans: dict[TrainingSpan, tuple[tuple[Hook, Callable[[TrainContext], Any]], ...]] = {
+            span: tuple((h, method) for h in self.hooks for s, method in h.span_listeners() if s is span) for span in TrainingSpan
         }
 
     def __iter__(self) -> Iterator[Hook]:
@@ -75,45 +74,54 @@ class HookTable:
 
 
 class _Span:
-    __slots__ = ("_ctx", "_listeners", "_span", "_stack")
+    """The generators around a span: entered in order, left in reverse. On the hot path, so it is no ``ExitStack``."""
+
+    __slots__ = ("_ctx", "_entered", "_listeners", "_span")
 
     def __init__(self, span: TrainingSpan, listeners: tuple[Any, ...], ctx: TrainContext) -> None:
         self._span, self._listeners, self._ctx = span, listeners, ctx
-        self._stack = ExitStack()
+        self._entered: list[tuple[Hook, Generator[Any, None, None]]] = []
 
     def __enter__(self) -> None:
-        try:
-            for hook, make in self._listeners:
-                self._stack.enter_context(_Noted(make(self._ctx), hook, self._span.name, self._ctx))
-        except BaseException as error:
-            # Those already entered are left again, and told of the error.
-            self._stack.__exit__(type(error), error, error.__traceback__)
-            raise
+        for hook, method in self._listeners:
+            generator = method(self._ctx)
+            try:
+                next(generator)
+            except BaseException as error:
+                # Those already entered are left again, and told of the error.
+                self._leave(self._blame(error, hook))
+                raise
+            self._entered.append((hook, generator))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)  # a span never swallows an error of the loop
+        left = self._leave(error)
+        if left is not None and left is not error:
+            raise left
 
+    def _leave(self, error: BaseException | None) -> BaseException | None:
+        """Leave every generator; the error that comes out: the given one, or what a hook raised in its place. None is swallowed."""
+        for hook, generator in reversed(self._entered):
+            trace = None if error is None else error.__traceback__
+            try:
+                if error is None:
+                    next(generator)
+                else:
+                    generator.throw(error)
+                raise RuntimeError("a method under @around yields more than once")
+            except StopIteration as stop:
+                if stop is error:  # thrown in and not caught there
+                    error.__traceback__ = trace
+            except BaseException as own:  # noqa: BLE001 - it is handed on, not swallowed
+                # a generator turns a StopIteration thrown into it into a RuntimeError
+                if own is error or (isinstance(error, StopIteration) and own.__cause__ is error):
+                    error.__traceback__ = trace  # passed through; each frame on the way would add a line
+                else:
+                    error = self._blame(own, hook)
+        return error
 
-class _Noted:
-    __slots__ = ("_context", "_ctx", "_hook", "_where")
-
-    def __init__(self, context: AbstractContextManager[None], hook: Hook, where: str, ctx: TrainContext) -> None:
-        self._context, self._hook, self._where, self._ctx = context, hook, where, ctx
-
-    def __enter__(self) -> None:
-        try:
-            self._context.__enter__()
-        except BaseException as error:
-            _note(error, self._hook, self._where, self._ctx)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self._context.__exit__(kind, error, trace)
-        except BaseException as own:
-            if own is not error:
-                _note(own, self._hook, self._where, self._ctx)
-            raise
+    def _blame(self, error: BaseException, hook: Hook) -> BaseException:
+        _note(error, hook, self._span.name, self._ctx)
+        return error
 
 
 def _note(error: BaseException, hook: Hook, where: str, ctx: TrainContext) -> None:

@@ -134,3 +134,80 @@ def test_functions_stand_in_the_list_and_strangers_do_not():
         HookTable([Hook, shout], MANAGER)
     with pytest.raises(ConfigError, match="no hook"):
         HookTable(["ema"], MANAGER)
+
+
+class Entered(Hook):
+    """Says what it was told, and may raise on the way out."""
+
+    def __init__(self, name, raises=None):
+        self.name, self.raises, self.told = name, raises, "nothing"
+
+    @around(TrainingSpan.FORWARD)
+    def inside(self, ctx):
+        try:
+            yield
+        except BaseException as error:
+            self.told = error
+            raise
+        finally:
+            if self.raises is not None:
+                raise self.raises
+
+
+def test_a_hook_that_fails_on_the_way_out_is_named_and_the_outer_ones_are_told():
+    outer, inner = Entered("outer"), Entered("inner", OSError("disk"))
+    table, ctx = HookTable([outer, inner], MANAGER), context()
+    with pytest.raises(OSError, match="disk") as caught, table.around(TrainingSpan.FORWARD, ctx):
+        pass
+    assert outer.told is caught.value
+    assert caught.value.__notes__ == ["raised in hook 'inner' (Entered) at FORWARD, step 7"]
+
+
+def test_an_error_on_the_way_out_of_another_keeps_both():
+    first = ValueError("of the loop")
+    table = HookTable([Entered("outer"), Entered("inner", OSError("disk"))], MANAGER)
+    with pytest.raises(OSError, match="disk") as caught, table.around(TrainingSpan.FORWARD, context()):
+        raise first
+    assert caught.value.__context__ is first
+
+
+@pytest.mark.parametrize("error", [StopIteration(), KeyboardInterrupt(), GeneratorExit(), RuntimeError("plain")])
+def test_any_error_of_the_loop_passes_through_unchanged(error):
+    outer, inner = Entered("outer"), Entered("inner")
+    with pytest.raises(type(error)) as caught, HookTable([outer, inner], MANAGER).around(TrainingSpan.FORWARD, context()):
+        raise error
+    assert caught.value is error
+    assert outer.told is inner.told is error
+    assert not getattr(error, "__notes__", [])
+
+
+def test_a_hook_may_put_its_own_error_in_the_place_of_the_loops():
+    class Explains(Hook):
+        @around(TrainingSpan.FORWARD)
+        def inside(self, ctx):
+            try:
+                yield
+            except ValueError as error:
+                raise OSError("what it means") from error
+
+    with (
+        pytest.raises(OSError, match="what it means") as caught,
+        HookTable([Explains()], MANAGER).around(TrainingSpan.FORWARD, context()),
+    ):
+        raise ValueError
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "hook 'explains'" in caught.value.__notes__[0]
+
+
+def test_a_method_that_yields_twice_is_told():
+    class Twice(Hook):
+        @around(TrainingSpan.FORWARD)
+        def inside(self, ctx):
+            yield
+            yield
+
+    with (
+        pytest.raises(RuntimeError, match="yields more than once"),
+        HookTable([Twice()], MANAGER).around(TrainingSpan.FORWARD, context()),
+    ):
+        pass
