@@ -39,6 +39,7 @@ def measure(
     from nvalchemi.cli.parity import Parity
     from nvalchemi.cli.progress import counting
     from nvalchemi.cli.recipe import make_dataset
+    from nvalchemi.cli.threads import cpu_threads
     from nvalchemi.cli.trained import load_trained
     from nvalchemi.data.datapipes import DataLoader
     from nvalchemi.distributed import single_process
@@ -52,7 +53,7 @@ def measure(
     loader = DataLoader(dataset, batch_size=batch_size or config.data.validation_batch_size)
     parity = Parity()
     done = 0
-    with counting(err(), "evaluating") as progress:
+    with cpu_threads(config.training.threads), counting(err(), "evaluating") as progress:
 
         def note(batch: Any, predictions: Any, loss: Any) -> None:
             nonlocal done
