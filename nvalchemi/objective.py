@@ -133,6 +133,12 @@ class LossOutput:
 
     def merged(self, other: LossOutput) -> LossOutput:
         """Put two batches' losses together (detached values)."""
+        if self.parts.keys() != other.parts.keys():
+            raise ConfigError(
+                "the micro-batches of a step have losses of different parts",
+                found=f"{', '.join(self.parts)} and {', '.join(other.parts)}",
+                fix="give every part for every batch, with sum 0 and count 0 where it has no label",
+            )
         parts = {
             name: LossPart(p.sum + other.parts[name].sum, p.count + other.parts[name].count, p.weight)
             for name, p in self.parts.items()

@@ -146,6 +146,20 @@ def test_parts_that_nobody_counts_cannot_be_accumulated():
         strategy(loss_fn=loss, accumulate=2).run(batches(2, 2))
 
 
+def test_micro_batches_with_different_parts_are_told():
+    class Objective(PredictionObjective):
+        def counts(self, batch):
+            return {"one": 1, "two": 1}
+
+    names = iter(["one", "two"])
+
+    def loss(prediction, batch):
+        return LossOutput.from_parts({next(names): LossPart(prediction.sum(), 1)}, 1)
+
+    with pytest.raises(ConfigError, match=r"different parts.*one and two"):
+        strategy(loss_fn=Objective(loss, predict), training_fn=None, accumulate=2).run(batches(1, 1))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_b48_the_loss_seen_is_the_true_one(accumulate):
     seen = []
