@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from nvalchemi.data.datapipes.dataset import BaseDataset, Dataset, collate
     from nvalchemi.data.datapipes.in_memory import InMemoryDataset
     from nvalchemi.data.datapipes.loader import DataLoader
+    from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
+    from nvalchemi.data.datapipes.multidataset import MultiDataset
     from nvalchemi.data.datapipes.permutation import Permutation
     from nvalchemi.data.datapipes.reader import Reader
     from nvalchemi.data.datapipes.samplers import (
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         RandomSampler,
         SequentialSampler,
     )
+    from nvalchemi.data.datapipes.sharding import shard_loader
     from nvalchemi.data.datapipes.zarr_reader import AtomicDataZarrReader
     from nvalchemi.data.datapipes.zarr_writer import AtomicDataZarrWriter
 
@@ -39,11 +42,15 @@ _HOME = {
     "DistributedSamplerProtocol": "samplers",
     "InMemoryDataset": "in_memory",
     "IndexSampler": "samplers",
+    "MultiDataset": "multidataset",
+    "MultiDatasetBatchSampler": "multi_samplers",
+    "MultiDatasetSampler": "multi_samplers",
     "Permutation": "permutation",
     "RandomSampler": "samplers",
     "Reader": "reader",
     "SequentialSampler": "samplers",
     "collate": "dataset",
+    "shard_loader": "sharding",
 }
 
 __all__ = [
@@ -59,11 +66,15 @@ __all__ = [
     "DistributedSamplerProtocol",
     "InMemoryDataset",
     "IndexSampler",
+    "MultiDataset",
+    "MultiDatasetBatchSampler",
+    "MultiDatasetSampler",
     "Permutation",
     "RandomSampler",
     "Reader",
     "SequentialSampler",
     "collate",
+    "shard_loader",
 ]
 
 
