@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, runtime_checkable
@@ -28,6 +29,7 @@ class _MixtureSampler(IndexSampler):
     turns: Turns | FixedTurns
     total: int  # samples of the epoch, on all ranks, before it is padded
     num_samples: int  # of this rank
+    start: int = 0  # samples of the epoch, on all ranks, that are not given any more
 
     def __init__(
         self,
@@ -66,6 +68,17 @@ class _MixtureSampler(IndexSampler):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def divide(self) -> None:
+        """Set ``num_samples``, from what is left of the epoch."""
+        raise NotImplementedError
+
+    def after(self, samples: int) -> Self:
+        check_integer("samples", samples, 0)
+        rest = copy.copy(self)
+        rest.start = min(self.start + samples, self.total)
+        rest.divide()
+        return rest
 
     def shares(self, weights: Sequence[float] | None) -> list[Any]:
         """Weights, or the sizes where none are given, as shares; nothing but zeros where all data sets are empty."""
@@ -140,18 +153,21 @@ class MultiDatasetSampler(_MixtureSampler):
             length = length.__class__(num_samples)
         self.total = whole_samples(length, epoch_policy) if any(shares) else 0
         self.turns = Turns(apportion(self.total, shares) if self.total else [0 for _ in shares])
-        whole, rest = divmod(self.total, self.num_replicas)
-        self.num_samples = whole + (1 if rest and not drop_last else 0)
+        self.divide()
+
+    def divide(self) -> None:
+        whole, rest = divmod(self.total - self.start, self.num_replicas)
+        self.num_samples = whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch: 0 or 1."""
-        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.total > 0)
+        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.total - self.start > 0)
 
     def epoch_order(self) -> Order:
-        draws, turns, total, stride, rank = self.draws(), self.turns, self.total, self.num_replicas, self.rank
+        draws, turns, total, stride, first = self.draws(), self.turns, self.total, self.num_replicas, self.start + self.rank
         key = (self.seed, self.epoch)
-        return lambda positions: draws(*turns(locally_shuffled(positions * stride + rank, total, key)))
+        return lambda positions: draws(*turns(locally_shuffled(positions * stride + first, total, key)))
 
     def divided(self, num_replicas: int, rank: int) -> MultiDatasetSampler:
         """The same sampler for one of several ranks."""
@@ -196,9 +212,7 @@ class _BatchPositions(_MixtureSampler):
         self.total = whole_samples(length, epoch_policy) if num_batches is None else num_batches * batch_size
         self.total = self.total if any(shares) else 0
         self.turns = Turns(apportion(self.total, shares) if self.total else [0 for _ in shares])
-        self.rounds, rest = divmod(self.total, self.num_replicas * batch_size)
-        tail = 0 if self.drop_last else -(-rest // self.num_replicas)
-        self.num_samples = self.rounds * batch_size + tail
+        self.divide()
 
     def _fix(self, composition: list[int], num_batches: int | None, epoch_policy: EpochPolicy) -> None:
         self.turns = FixedTurns(composition)
@@ -207,30 +221,41 @@ class _BatchPositions(_MixtureSampler):
         if num_batches is not None:
             batches = batches.__class__(num_batches)
         self.total = (math.floor if self.drop_last else math.ceil)(batches) * self.batch_size
-        per_rank = batches / self.num_replicas
-        self.rounds = math.floor(per_rank) if self.drop_last else math.ceil(per_rank)
-        self.num_samples = self.rounds * self.batch_size
+        self.divide()
+
+    def divide(self) -> None:
+        self.rounds, rest = divmod(self.total - self.start, self.num_replicas * self.batch_size)
+        tail = 0 if self.drop_last else -(-rest // self.num_replicas)
+        if isinstance(self.turns, FixedTurns):
+            if self.start % self.batch_size:
+                raise ConfigError(
+                    "batches of a fixed composition cannot begin in the middle of one",
+                    found=f"{self.start} samples used, batch_size={self.batch_size}",
+                    fix="go on with the batch size that the epoch was begun with",
+                )
+            self.rounds, tail = self.rounds + (1 if tail else 0), 0
+        self.num_samples = self.rounds * self.batch_size + tail
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch."""
         if isinstance(self.turns, FixedTurns):
-            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.total
+            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.total - self.start
             return self.batch_size if self.rounds and beyond else 0
         tail = self.num_samples - self.rounds * self.batch_size
         last = self.rounds * self.num_replicas * self.batch_size + (tail - 1) * self.num_replicas + self.rank
-        return int(tail > 0 and last >= self.total)
+        return int(tail > 0 and last >= self.total - self.start)
 
     def epoch_order(self) -> Order:
         draws, turns, size, stride, rank = self.draws(), self.turns, self.batch_size, self.num_replicas, self.rank
-        whole = self.rounds * size
+        whole, start = self.rounds * size, self.start
 
         def order(positions: Any) -> Any:
             number, place = positions // size, positions % size
             where = (number * stride + rank) * size + place
             tail = positions >= whole
             where[tail] = number[tail] * stride * size + place[tail] * stride + rank
-            return draws(*turns(where))
+            return draws(*turns(where + start))
 
         return order
 

@@ -7,6 +7,7 @@ distributed world, ``num_replicas`` and ``rank``, and neither reads the environm
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
@@ -64,6 +65,14 @@ class IndexSampler(ABC):
         """Go to the order of ``epoch``; iterators already made keep theirs."""
         self.epoch = int(epoch)
 
+    def after(self, samples: int) -> IndexSampler:
+        """A sampler of what is left of the epoch once its first ``samples`` samples, of all ranks together, have been used.
+
+        Whatever number of ranks used them, the rest is divided between the ranks of this sampler, so that a run goes on with another
+        number of ranks and sees each remaining sample once.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot tell the rest of an epoch", needed="after(samples)")
+
     def __iter__(self) -> Iterator[int]:
         return self.iter_from(0)
 
@@ -100,6 +109,9 @@ class SequentialSampler(IndexSampler):
     def epoch_order(self) -> Order:
         return _identity
 
+    def after(self, samples: int) -> IndexSampler:
+        return _alone(self, False, 0).after(samples)
+
 
 def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
@@ -122,6 +134,9 @@ class RandomSampler(IndexSampler):
 
     def epoch_order(self) -> Order:
         return Permutation(self.num_samples, (self.seed, self.epoch))
+
+    def after(self, samples: int) -> IndexSampler:
+        return _alone(self, True, self.seed).after(samples)
 
 
 class DistributedSampler(IndexSampler):
@@ -162,9 +177,13 @@ class DistributedSampler(IndexSampler):
         self.dataset_length = _length(dataset)
         self.num_replicas, self.rank = num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        whole, rest = divmod(self.dataset_length, num_replicas)
-        self.num_samples = whole if drop_last or not rest else whole + 1
-        self.total_size = self.num_samples * num_replicas
+        self.start = 0
+        self._divide()
+
+    def _divide(self) -> None:
+        whole, rest = divmod(self.dataset_length - self.start, self.num_replicas)
+        self.num_samples = whole if self.drop_last or not rest else whole + 1
+        self.total_size = self.num_samples * self.num_replicas
 
     def __len__(self) -> int:
         return self.num_samples
@@ -172,12 +191,26 @@ class DistributedSampler(IndexSampler):
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples repeat ones that some rank has had in the same epoch: 0 or 1."""
-        return int(self.total_size - self.num_replicas + self.rank >= self.dataset_length > 0)
+        return int(self.total_size - self.num_replicas + self.rank >= self.dataset_length - self.start > 0)
 
     def epoch_order(self) -> Order:
-        length, stride, rank = self.dataset_length, self.num_replicas, self.rank
+        length, stride, first = self.dataset_length, self.num_replicas, self.start + self.rank
         permutation = Permutation(length, (self.seed, self.epoch)) if self.shuffle else _identity
-        return lambda positions: permutation(positions if stride == 1 else (positions * stride + rank) % length)
+        return lambda positions: permutation(positions + first if stride == 1 else (positions * stride + first) % length)
+
+    def after(self, samples: int) -> DistributedSampler:
+        check_integer("samples", samples, 0)
+        rest = copy.copy(self)
+        rest.start = min(self.start + samples, self.dataset_length)
+        rest._divide()
+        return rest
+
+
+def _alone(sampler: SequentialSampler | RandomSampler, shuffle: bool, seed: int) -> DistributedSampler:
+    """The same order as a sampler that can begin within the epoch."""
+    same = DistributedSampler(sampler.num_samples, shuffle=shuffle, seed=seed)
+    same.set_epoch(sampler.epoch)
+    return same
 
 
 class BatchSampler:
@@ -207,6 +240,15 @@ class BatchSampler:
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` on to the sampler, where it takes one."""
         tell_epoch(self.sampler, epoch)
+
+    def after(self, samples: int) -> BatchSampler:
+        """Batches of what is left of the epoch once its first ``samples`` samples, of all ranks together, have been used.
+
+        Whatever number of ranks used them: see `IndexSampler.after`. ConfigError where the sampler cannot tell.
+        """
+        if not isinstance(self.sampler, IndexSampler):
+            raise ConfigError(f"{type(self.sampler).__name__} cannot tell the rest of an epoch", needed="after(samples)")
+        return BatchSampler(self.sampler.after(samples), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
