@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvalchemi.data.datapipes.array_zarr import ArrayZarrReader, ArrayZarrWriter
+    from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
     from nvalchemi.data.datapipes.dataset import BaseDataset, Dataset, collate
     from nvalchemi.data.datapipes.in_memory import InMemoryDataset
     from nvalchemi.data.datapipes.loader import DataLoader
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ArrayZarrReader": "array_zarr",
     "ArrayZarrWriter": "array_zarr",
+    "AtomBudgetBatchSampler": "budget",
     "AtomicDataZarrReader": "zarr_reader",
     "AtomicDataZarrWriter": "zarr_writer",
     "BaseDataset": "dataset",
@@ -56,6 +58,7 @@ _HOME = {
 __all__ = [
     "ArrayZarrReader",
     "ArrayZarrWriter",
+    "AtomBudgetBatchSampler",
     "AtomicDataZarrReader",
     "AtomicDataZarrWriter",
     "BaseDataset",

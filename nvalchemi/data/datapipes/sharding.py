@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.utils.data
 
+from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
 from nvalchemi.data.datapipes.loader import DataLoader
 from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
 from nvalchemi.data.datapipes.multidataset import MultiDataset
@@ -40,8 +41,8 @@ def shard_loader(
 
     The first of these that applies:
 
-    1. A loader that is distributed-aware already (`DistributedSamplerProtocol`) stays as it is. The samplers of a `MultiDataset` that
-       were not told their ranks are told them, and keep their settings.
+    1. A loader that is distributed-aware already (`DistributedSamplerProtocol`) stays as it is. `AtomBudgetBatchSampler` and the samplers
+       of a `MultiDataset`, where they were not told their ranks, are told them and keep their settings.
     2. ``sampler_cls`` is given: the sampler that it makes.
     3. The data set is a `MultiDataset`: a `MultiDatasetBatchSampler`.
     4. Otherwise a `DistributedSampler`, in batches.
@@ -131,7 +132,7 @@ def _aware_sampler(loader: Any) -> Any:
 def _as_it_is(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
     if num_replicas == sampler.num_replicas:
         return loader
-    if isinstance(sampler, MultiDatasetBatchSampler) and sampler.undivided:
+    if isinstance(sampler, MultiDatasetBatchSampler | AtomBudgetBatchSampler) and sampler.undivided:
         return _rebuilt(loader, sampler.divided(num_replicas, rank))
     if isinstance(sampler, MultiDatasetSampler) and sampler.undivided:
         order = _order_of(loader, replaced=True)

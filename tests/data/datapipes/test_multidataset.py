@@ -20,9 +20,12 @@ from nvalchemi.data.datapipes import (
     MultiDataset,
     MultiDatasetBatchSampler,
     collate,
+    shard_loader,
 )
 from nvalchemi.data.transforms import NeighborList, Transform
 from nvalchemi.errors import ConfigError, DataError
+from nvalchemi.training.context import Progress
+from nvalchemi.training.cursor import Cursor
 from tests.data.random_structures import same, same_batch, structure
 
 LABELS = frozenset({"energy", "forces"})
@@ -186,6 +189,24 @@ def test_dense_arrays() -> None:
     assert torch.equal(dicts.read_many([6, 0])["x"], torch.stack([b[1], a[0]]))
     with pytest.raises(DataError, match="one shape"):
         MultiDataset(InMemoryDataset(a), InMemoryDataset(torch.zeros(2, 3))).read_many([0, 5])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_tells_the_epoch(both: MultiDataset, ranks: int) -> None:
+    """B23: three different orders, the same coverage, repeatable; nobody calls set_epoch but the loop's cursor."""
+    orders = []
+    for epoch in (0, 1, 2, 1):
+        order = []
+        for rank in range(ranks):
+            loader = DataLoader(both, batch_size=4, shuffle=True, seed=5)
+            cursor = Cursor(shard_loader(loader, rank, ranks, None, {"drop_last": False}), torch.device("cpu"))
+            cursor.seek(Progress(epoch=epoch))
+            for (batch,) in cursor.groups(1):
+                order += [(int(d), int(i)) for d, i in zip(batch.dataset_index, batch.sample_index, strict=True)]
+        orders.append(order)
+    assert orders[1] == orders[3] and len({tuple(order) for order in orders}) == 3
+    assert all(set(order) == {(0, i) for i in range(12)} | {(1, i) for i in range(7)} for order in orders)
+    assert all(len(order) == 19 + (ranks == 2) for order in orders)
 
 
 def test_nested_sets_are_flat(both: MultiDataset) -> None:
