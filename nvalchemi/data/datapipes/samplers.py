@@ -40,6 +40,15 @@ class DistributedSamplerProtocol(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
+class Padded(Protocol):
+    """A sampler that repeats samples so that all ranks have as many, and says how many of its own, the last ones, are such."""
+
+    num_padded: int
+
+    def __len__(self) -> int: ...
+
+
 #: The order of one epoch: sample indices (int64) at positions (int64, each from 0 to the epoch's length).
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
@@ -236,6 +245,13 @@ class BatchSampler:
             raise ConfigError(f"{type(self.sampler).__name__} has no length, so its batches cannot be counted", needed="__len__")
         whole, rest = divmod(len(self.sampler), self.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def num_padded(self) -> int:
+        """How many of the last samples of this rank's batches repeat others of the epoch, so that ranks have as many: not to be counted twice."""
+        if not isinstance(self.sampler, Padded) or (self.drop_last and len(self.sampler) % self.batch_size):
+            return 0  # where a last batch is left out, the repeat was in it
+        return self.sampler.num_padded
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` on to the sampler, where it takes one."""

@@ -132,6 +132,28 @@ def test_epochs_differ_also_in_torchs_loader() -> None:
     assert seen(ours) != first and len(first) == 20
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 100),
+    replicas=st.integers(1, 16),
+    batch_size=st.integers(1, 9),
+    drop_last=st.booleans(),
+    several=st.booleans(),
+)
+def test_padding_is_declared_by_the_batch_sampler(n: int, replicas: int, batch_size: int, drop_last: bool, several: bool) -> None:
+    """What an exact validation leaves out: the last ``num_padded`` samples of a rank."""
+    data = MultiDataset(values(n), values(3, n)) if several else values(n + 3)
+    loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last, prefetch_factor=0)
+    fresh = []
+    for rank in range(replicas):
+        part = shard_loader(loader, rank, replicas)
+        found = seen(part)
+        fresh += found[: len(found) - getattr(part.batch_sampler, "num_padded", 0)]
+    assert len(fresh) == len(set(fresh))
+    if not drop_last:
+        assert set(fresh) == set(range(n + 3))
+
+
 def test_one_process_keeps_its_loader() -> None:
     loader = DataLoader(values(), batch_size=4, sampler=[3, 1])
     assert shard_loader(loader, 0, 1) is loader
