@@ -55,7 +55,8 @@ def shard_loader(
         Which rank, of how many. With one replica the loader changes only if ``sampler_cls`` or ``sampler_kwargs`` asks for it.
     sampler_cls
         A class or function that makes a sampler of indices or of batches from the data set. It is given those of ``num_replicas``,
-        ``rank``, ``shuffle``, ``seed``, ``drop_last`` and ``batch_size`` that its signature names.
+        ``rank``, ``shuffle``, ``seed``, ``drop_last`` and ``batch_size`` that its signature names; one that takes any (``**kwargs``) is
+        given all but ``batch_size``.
     sampler_kwargs
         Further arguments of the sampler, which go before the defaults.
 
@@ -172,12 +173,17 @@ def _order_of(loader: Any, replaced: bool) -> dict[str, Any]:
 
 def _make(sampler_cls: Callable[..., Any], loader: Any, defaults: dict[str, Any], kwargs: dict[str, Any]) -> Any:
     named = inspect.signature(sampler_cls).parameters
-    accepted = {name: value for name, value in defaults.items() if name in named and value is not None}
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values())
+    accepted = {
+        name: value
+        for name, value in defaults.items()
+        if value is not None and (name in named or (open_ended and name != "batch_size"))
+    }
     if kwargs.get("generator") is not None:
         accepted.pop("seed", None)
     name = getattr(sampler_cls, "__name__", repr(sampler_cls))
     arguments = {**accepted, **kwargs}
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values()):
+    if not open_ended:
         unknown = sorted(set(arguments) - set(named))
         if unknown:
             raise ConfigError(
@@ -186,6 +192,13 @@ def _make(sampler_cls: Callable[..., Any], loader: Any, defaults: dict[str, Any]
     made = sampler_cls(loader.dataset, **arguments)
     if not isinstance(made, Iterable):
         raise ConfigError(f"{name} made no sampler", found=type(made).__name__, needed="an iterable of indices or of batches")
+    if isinstance(made, DistributedSamplerProtocol) and made.num_replicas == 1 < defaults["num_replicas"]:
+        raise ConfigError(
+            f"{name} made a {type(made).__name__} that gives all samples to one rank, and every rank would train on all of them",
+            found="num_replicas=1",
+            needed=f"num_replicas={defaults['num_replicas']}",
+            fix="have it take num_replicas and rank, or name its own words for them in sampler_kwargs",
+        )
     return made
 
 

@@ -168,6 +168,14 @@ def test_a_torch_loader_keeps_its_settings() -> None:
     assert seen(sharded) == [1, 3, 5, 7]
 
 
+def test_a_maker_that_takes_anything_gets_the_ranks() -> None:
+    loader = DataLoader(MultiDataset(values(30), values(10, 30)), batch_size=4, shuffle=True, seed=3)
+    found = parts(loader, 2, MultiDatasetBatchSampler.balanced)
+    assert len(found[0]) == len(found[1]) == 20 and found[0] != found[1]
+    with pytest.raises(ConfigError, match="all samples to one rank"):
+        shard_loader(loader, 0, 2, lambda dataset: MultiDatasetBatchSampler(dataset, 4))
+
+
 # -- samplers of a MultiDataset that were not told their ranks --------------------------------------------------------------------------
 
 
