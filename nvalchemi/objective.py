@@ -105,10 +105,10 @@ class LossOutput:
         """A loss known only as a mean over its samples."""
         return cls(mean, {name: LossPart(None, samples, mean=mean)}, samples, extra)
 
-    def over(self, counts: Mapping[str, Count] | None) -> Tensor:
+    def over(self, counts: Mapping[str, Count] | None, ranks: int = 1) -> Tensor:
         """Give this micro-batch's share of the step's loss, a scalar tensor: each part's sum over the step's count.
 
-        ``None`` says that the micro-batch is the whole step.
+        ``None`` says that the micro-batch is the whole step. Gradients are averaged over the ranks; times ``ranks`` they add up.
         """
         if counts is None:
             return self.total
@@ -121,7 +121,7 @@ class LossOutput:
         share: Tensor | None = None
         for name, part in self.parts.items():
             # Sum first: a number over a tensor of integers would be rounded to float32.
-            term = part.sum / _at_least_one(counts[name]) * part.weight
+            term = part.sum / _at_least_one(counts[name]) * (part.weight * ranks)
             share = term if share is None else share + term
         assert share is not None
         return share

@@ -6,6 +6,7 @@ that has no reason to come. Tensors stay on their device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,13 +103,28 @@ def broadcast(value: Any, manager: Manager, source: int = 0) -> Any:
     return objects[0]
 
 
+def agree(numbers: Sequence[float], manager: Manager) -> list[float]:
+    """Sums over the ranks of a few numbers of the host, the same on every rank: for decisions, not for data.
+
+    They go over the CPU where the process group can, so that no accelerator is waited for.
+    """
+    if not manager.distributed:
+        return list(numbers)
+    device = torch.device("cpu") if _talks_on_cpu() else manager.device
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()  # type: ignore[no-any-return]
+
+
+def _talks_on_cpu() -> bool:
+    return "cpu" in dist.get_backend_config()
+
+
 def any_rank(flag: bool, manager: Manager) -> bool:
     """Whether the flag is up on any rank: the same answer on all of them."""
     if not manager.distributed:
         return bool(flag)
-    mark = torch.tensor([int(flag)], dtype=torch.int32, device=manager.device)
-    dist.all_reduce(mark, op=dist.ReduceOp.MAX)
-    return bool(mark.item())
+    return agree([float(flag)], manager)[0] > 0
 
 
 def barrier(manager: Manager) -> None:

@@ -41,6 +41,7 @@ class EnergyModel(nn.Module):
     """
 
     net: nn.Module
+    distributed_part: ClassVar[str] = "net"  # what wrappers of distributed training replace
     outputs: ClassVar[tuple[str, ...]] = ("energy",)
 
     def forward(self, x: Any) -> Tensor:

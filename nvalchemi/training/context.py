@@ -105,9 +105,9 @@ class TrainContext:
         The micro-batches of the current step; :attr:`batch` is the current one, and :attr:`is_last_microbatch` says whether it
         completes the step.
     counts
-        Labels of each loss part over the whole step, or ``None`` where one micro-batch is the step.
+        Labels of each loss part over the whole step on all ranks, or ``None`` where one micro-batch is the step.
     loss
-        At LOSS_READY the micro-batch's, with its graph; from GRADIENTS_READY on the whole step's, detached.
+        At LOSS_READY the micro-batch's, with its graph; from GRADIENTS_READY on the whole step's on all ranks, detached.
     step_taken
         Whether the last step's update was taken.
     skip_reason, stop_reason
@@ -116,6 +116,8 @@ class TrainContext:
         Numbers for reporters, by name; tensors stay tensors until a reporter asks.
     validation
         The last validation's metrics, or ``None``.
+    validation_data
+        What is validated on: this rank's share of it.
     trained
         Names of the models that have optimizers, each with its optimizers' names.
     flags_before
@@ -146,6 +148,7 @@ class TrainContext:
     stop_reason: str | None = None
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     validation: dict[str, float] | None = None
+    validation_data: Any = None
     trained: dict[str, list[str]] = field(default_factory=dict)
     flags_before: dict[str, Any] = field(default_factory=dict)
 

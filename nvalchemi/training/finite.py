@@ -12,7 +12,7 @@ from torch import Tensor
 from nvalchemi.errors import TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
-from nvalchemi.training.structures import name_structures
+from nvalchemi.training.structures import name_structures_of_ranks
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -52,7 +52,7 @@ class FiniteHook(Hook):
         elif not math.isfinite(value := total.item()):
             raise TrainingError(
                 f"the loss of the step after {ctx.progress.step} is {value}",
-                found=f"structures of the step: {name_structures(ctx.group, limit=8)}",
+                found=f"structures of the step: {name_structures_of_ranks(ctx.group, ctx.manager, limit=8)}",
                 needed="a finite loss",
                 fix=FIX,
             )

@@ -127,6 +127,8 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
         cursor=Cursor(loader, manager.device, strategy.seed),
     )
     ctx.flags_before = before
+    if strategy.validation_config is not None:
+        ctx.validation_data = strategy.validation_config.validation_data
     if strategy.init_from is not None:
         checkpoint.load_weights(ctx, strategy.init_from)
     for name, model in models.items():  # last: an error up to here leaves the models as they were

@@ -11,7 +11,7 @@ from torch import nn
 
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import TrainingError
-from nvalchemi.training import checkpoint
+from nvalchemi.training import agreement, checkpoint
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
@@ -19,7 +19,7 @@ from nvalchemi.training.optimizers import OptimizerConfigs
 from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.table import HookTable
-from nvalchemi.training.totals import step_counts
+from nvalchemi.training.totals import step_counts, step_loss
 from nvalchemi.training.update import Update
 from nvalchemi.training.validation import ValidationConfig, validation_hooks
 
@@ -106,13 +106,13 @@ class TrainingStrategy:
                 if self.resume_from is not None:
                     checkpoint.load(ctx, self.resume_from, fresh=self.fresh)
                 hooks.fire(TrainingStage.TRAINING_START, ctx)
-                while not ctx.finished:
+                while not agreement.finished(ctx):
                     ctx.cursor.seek(ctx.progress)
                     if ctx.progress.batch == 0:
                         hooks.fire(TrainingStage.EPOCH_START, ctx)
-                    for group in ctx.cursor.groups(self.accumulate):
+                    for group in agreement.groups(ctx, self.accumulate):
                         self.train_step(group, ctx)
-                        if ctx.finished:
+                        if agreement.finished(ctx):
                             break
                     if ctx.cursor.at_end:
                         ctx.end_epoch()
@@ -135,9 +135,10 @@ class TrainingStrategy:
                 with hooks.around(TrainingSpan.FORWARD, ctx):
                     ctx.loss = ctx.objective(ctx.callee, batch, generator=ctx.generator, step=ctx.progress.step)
                 hooks.fire(TrainingStage.LOSS_READY, ctx)
-                update.backward(ctx.loss.over(ctx.counts), last)
+                update.backward(ctx.loss.over(ctx.counts, ctx.manager.world_size), last)
             ctx.loss = done = ctx.end_microbatch(done)
-        assert ctx.loss is not None  # a group holds at least one micro-batch
+        assert done is not None  # a group holds at least one micro-batch
+        ctx.loss = step_loss(done, ctx.counts, ctx.manager)
         if not update.unscale():
             ctx.skip_step("the gradients overflowed at the present loss scale")
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nvalchemi.data import Batch
+from nvalchemi.distributed import Manager
+from nvalchemi.distributed.collectives import gather
 
 
 def name_structures(batches: list[Any], limit: int | None = None) -> str:
@@ -29,3 +31,11 @@ def name_structures(batches: list[Any], limit: int | None = None) -> str:
             texts.append(f"{name}: {', '.join(map(str, shown))}")
     hidden = sum(map(len, by_dataset.values())) - (limit or 0)
     return "; ".join(texts) + (f" and {hidden} more" if limit is not None and hidden > 0 else "")
+
+
+def name_structures_of_ranks(batches: list[Any], manager: Manager, limit: int | None = None) -> str:
+    """As `name_structures`, for the batches of all ranks, which must all ask; a rank with none is left out."""
+    texts = gather(name_structures(batches, limit) if batches else None, manager)
+    if not manager.distributed:
+        return texts[0] or ""
+    return " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)

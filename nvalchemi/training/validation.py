@@ -85,7 +85,7 @@ class Validator(PeriodicHook):
         with ctx.hooks.around(TrainingSpan.VALIDATION, ctx):
             metrics = evaluate(
                 ctx.callee,
-                self.config.validation_data,
+                ctx.validation_data,
                 ctx.objective,
                 outputs=self.config.outputs,
                 manager=ctx.manager,

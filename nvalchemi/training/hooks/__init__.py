@@ -2,6 +2,7 @@
 
 from nvalchemi.training.hooks.checkpoint import CheckpointHook
 from nvalchemi.training.hooks.clip import GradientClipHook
+from nvalchemi.training.hooks.ddp import DDPHook
 from nvalchemi.training.hooks.early_stop import EarlyStopHook
 from nvalchemi.training.hooks.ema import EMAHook, update_ema
 from nvalchemi.training.hooks.metrics import MetricsHook
@@ -13,6 +14,7 @@ from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 
 __all__ = [
     "CheckpointHook",
+    "DDPHook",
     "EMAHook",
     "EarlyStopHook",
     "GradientClipHook",

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from nvalchemi.distributed.collectives import any_rank
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
@@ -58,7 +57,6 @@ class StopOnSignalHook(Hook):
 
     @on(TrainingStage.STEP_END)
     def stop(self, ctx: TrainContext) -> None:
-        """Stop, if any rank was asked to."""
-        if any_rank(self.received is not None, ctx.manager):
-            name = self.received.name if self.received is not None else "a signal to another rank"
-            ctx.stop(f"asked to by {name}")
+        """Stop, if asked to: the loop agrees on it with the other ranks."""
+        if self.received is not None:
+            ctx.stop(f"asked to by {self.received.name}")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nvalchemi.distributed.collectives import all_reduce
+from nvalchemi.distributed import Manager
+from nvalchemi.distributed.collectives import any_rank
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
-from nvalchemi.training.structures import name_structures
+from nvalchemi.training.structures import name_structures_of_ranks
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -101,20 +102,19 @@ class SpikeHook(Hook):
         self._skip(ctx, reason, losses)
 
     def _measure(self, ctx: TrainContext) -> tuple[float, bool]:
-        """The step's loss, averaged over the ranks, and whether the gradients are finite: one transfer."""
+        """The step's loss and whether its gradients are finite, both those of all ranks together: one transfer."""
         assert ctx.loss is not None
         gradients = ctx.update.gradients()
         numbers = [ctx.loss.total, *(torch._foreach_norm(gradients) if gradients else ())]
-        # Summed over the ranks, what is not finite on one of them is not finite on all.
-        loss, *norms = all_reduce(torch.stack(numbers), ctx.manager).tolist()
-        return loss / ctx.manager.world_size, math.isfinite(sum(norms))
+        loss, *norms = torch.stack(numbers).tolist()
+        return loss, math.isfinite(sum(norms))
 
     def _skip(self, ctx: TrainContext, reason: str, losses: list[Tensor]) -> None:
         self.consecutive += 1
-        batches = offending(ctx.group, losses)
-        names = name_structures(batches)
+        batches = offending(ctx.group, losses, ctx.manager)
+        names = name_structures_of_ranks(batches, ctx.manager)
         logger.warning("step after %d skipped: %s; structures of the batch: %s", ctx.progress.step, reason, names)
-        short = name_structures(batches, limit=8)
+        short = name_structures_of_ranks(batches, ctx.manager, limit=8)
         if self.consecutive > self.max_consecutive:
             raise TrainingError(
                 f"{self.consecutive} steps in a row would have been skipped",
@@ -155,9 +155,9 @@ class SpikeHook(Hook):
             insort(self._sorted, loss)
 
 
-def offending(group: list[Any], losses: list[Tensor]) -> list[Any]:
-    """The micro-batches with a non-finite loss of their own; all of the step's where none has, or where there is but one."""
+def offending(group: list[Any], losses: list[Tensor], manager: Manager) -> list[Any]:
+    """The micro-batches with a non-finite loss of their own; all of the step's where none has on any rank."""
     if len(losses) != len(group):
         return group
     bad = [batch for batch, loss in zip(group, losses, strict=True) if not bool(loss.isfinite())]
-    return bad or group
+    return bad if any_rank(bool(bad), manager) else group

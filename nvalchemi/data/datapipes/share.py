@@ -1,0 +1,67 @@
+"""One rank's share of data that are looked at once: every sample on one rank, none repeated, shares of unlike sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+
+from nvalchemi.data.datapipes.samplers import IndexSampler, Order
+from nvalchemi.data.datapipes.sharding import shard_loader
+from nvalchemi.errors import ConfigError
+
+
+class ShareSampler(IndexSampler):
+    """Every ``num_replicas``-th sample from ``rank`` on, in order; the first ranks have one more where it does not divide evenly.
+
+    Parameters
+    ----------
+    dataset
+        The data set, or its length.
+    num_replicas, rank
+        Number of ranks, and which of them this one is.
+    """
+
+    def __init__(self, dataset: Sized | int, num_replicas: int = 1, rank: int = 0) -> None:
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.length, self.num_replicas))
+
+    def epoch_order(self) -> Order:
+        stride, rank = self.num_replicas, self.rank
+        return lambda positions: positions * stride + rank
+
+
+def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> Iterable[Any]:
+    """Give this rank's part of ``data``, a loader or a sequence of batches, without a repeat.
+
+    Raises
+    ------
+    ConfigError
+        For what cannot be divided, and for a loader that is divided already with samples repeated to fill the last round.
+    """
+    if isinstance(data, Sequence):
+        return data[rank::num_replicas]
+    sampler = getattr(data, "sampler", None)
+    if all(hasattr(sampler, name) for name in ("num_replicas", "rank", "set_epoch")):
+        if isinstance(sampler, ShareSampler):
+            return data
+        size = len(data.dataset) if isinstance(getattr(data, "dataset", None), Sized) else 0  # type: ignore[attr-defined]
+        if isinstance(sampler, Sized) and len(sampler) * sampler.num_replicas > size:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "the validation loader repeats samples to fill the last round, and they would count twice",
+                found=type(sampler).__name__,
+                fix="give a plain loader, which is divided without repeats, or a sampler with drop_last=True",
+            )
+        return data
+    if isinstance(data, torch.utils.data.DataLoader) and isinstance(data.dataset, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            "validation data of an iterable data set cannot be divided between ranks",
+            fix="give a data set with a length, or a list of batches",
+        )
+    # a last batch that is not full is part of the data
+    shared: Iterable[Any] = shard_loader(data, rank, num_replicas, ShareSampler, {})
+    return shared

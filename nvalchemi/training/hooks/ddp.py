@@ -1,0 +1,150 @@
+"""Data-parallel training: a replica of the model and a share of the data on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from nvalchemi.data.datapipes.sharding import shard_loader
+from nvalchemi.data.datapipes.share import share_for_validation
+from nvalchemi.distributed import Manager, failures
+from nvalchemi.distributed.replicate import CommHook, Replicas
+from nvalchemi.errors import ConfigError
+from nvalchemi.training.cursor import Cursor
+from nvalchemi.training.hook import Hook, around, on
+from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
+
+if TYPE_CHECKING:
+    from nvalchemi.training.context import TrainContext
+
+_runs = count()  # runs are begun by all ranks together, so each has the same number everywhere
+
+
+class DDPHook(Hook):
+    """Train on many processes as on one: the gradient of a step is that of the mean over the samples of all ranks.
+
+    The models that are trained are wrapped in torch's ``DistributedDataParallel`` (of an :class:`~nvalchemi.models.EnergyModel`
+    its ``net``, so that the object stays the user's own), and unwrapped when the run ends, also by an error. Gradients are sent
+    once a step, in the backward of its last micro-batch. Each rank gets its share of the training and validation data. Without a
+    process group (one plain process) this hook takes no part at all.
+
+    Parameters
+    ----------
+    model_keys
+        Names of the models to wrap; by default all that are trained.
+    find_unused_parameters, broadcast_buffers, static_graph, gradient_as_bucket_view
+        As in ``torch.nn.parallel.DistributedDataParallel``. ``static_graph`` excludes accumulation.
+    process_group
+        A group of all ranks to send gradients through; by default the default group.
+    comm_hook
+        ``hook(state, bucket)``, or a pair ``(state, hook)``, in place of the plain average of gradients.
+    sampler_cls, sampler_kwargs
+        How the training data are divided: see :func:`nvalchemi.data.datapipes.sharding.shard_loader`. Validation data are divided without
+        repeats, so that every sample counts once.
+
+    Raises
+    ------
+    ConfigError
+        For a model that does not exist or has nothing to train, learnable parameters outside the part that is wrapped, a process group of
+        some ranks only, and data that cannot be divided.
+    TrainingError
+        Where another rank's error ended the run: naming the rank and its error.
+    """
+
+    order = Order.WRAP
+    claims = frozenset({"data_parallel"})
+
+    def __init__(
+        self,
+        model_keys: Sequence[str] | None = None,
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        static_graph: bool = False,
+        process_group: Any = None,
+        gradient_as_bucket_view: bool = False,
+        comm_hook: CommHook | tuple[Any, CommHook] | None = None,
+        sampler_cls: Callable[..., Any] | None = None,
+        sampler_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(model_keys, str):
+            raise ConfigError("model_keys is no list of names", found=repr(model_keys), fix=f"write model_keys=[{model_keys!r}]")
+        self.model_keys = model_keys
+        self.process_group, self.comm_hook = process_group, comm_hook
+        self.sampler_cls, self.sampler_kwargs = sampler_cls, dict(sampler_kwargs or {})
+        self.options = {
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": broadcast_buffers,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._replicas: Replicas | None = None
+
+    def is_active(self, manager: Manager) -> bool:
+        return manager.distributed
+
+    @around(TrainingSpan.RUN)
+    def unwrap(self, ctx: TrainContext) -> Iterator[None]:
+        """Give the plain models back, and let no rank wait for one that has left."""
+        run = next(_runs)
+        try:
+            yield
+        except BaseException as error:
+            self._restore()
+            failures.tell(error, run, ctx.manager)
+            raise
+        finally:
+            self._restore()
+
+    @on(TrainingStage.SETUP)
+    def wrap(self, ctx: TrainContext) -> None:
+        """Divide the data and wrap the models."""
+        manager, cursor = ctx.manager, ctx.cursor
+        if self.process_group is not None and dist.get_process_group_ranks(self.process_group) != list(range(manager.world_size)):
+            raise ConfigError("the process group of DDPHook leaves ranks out", needed=f"all {manager.world_size} ranks, in order")
+        loader = shard_loader(cursor.loader, manager.rank, manager.world_size, self.sampler_cls, self.sampler_kwargs)
+        ctx.cursor = Cursor(loader, cursor.device, cursor.seed)
+        if ctx.validation_data is not None:
+            ctx.validation_data = share_for_validation(ctx.validation_data, manager.rank, manager.world_size)
+        self._replicas = Replicas(ctx.models, self._names(ctx), self.comm_hook, process_group=self.process_group, **self.options)
+
+    def _names(self, ctx: TrainContext) -> list[str]:
+        trained = [name for name, model in ctx.models.items() if any(p.requires_grad for p in model.parameters())]
+        if self.model_keys is None:
+            return trained
+        unknown = [key for key in self.model_keys if key not in trained]
+        if unknown:
+            raise ConfigError("DDPHook wraps models that are not trained", found=", ".join(unknown), needed=", ".join(trained))
+        left = [name for name in trained if name not in self.model_keys]
+        if left:
+            raise ConfigError(
+                "a model is trained and not wrapped: its replicas would drift apart",
+                found=", ".join(left),
+                fix="add it to DDPHook(model_keys=...), or leave model_keys out",
+            )
+        return list(self.model_keys)
+
+    @around(TrainingSpan.MICROBATCH)
+    def hold_back(self, ctx: TrainContext) -> Iterator[None]:
+        """Send gradients with the step's last micro-batch only; forward and backward must both know."""
+        assert self._replicas is not None
+        if ctx.is_last_microbatch:
+            yield
+            return
+        with self._replicas.no_sync():
+            yield
+
+    @around(TrainingSpan.VALIDATION)
+    def alone(self, ctx: TrainContext) -> Iterator[None]:
+        """Shares of the validation data differ in size, so nothing may wait for another rank's forward."""
+        assert self._replicas is not None
+        with self._replicas.bare():
+            yield
+
+    def _restore(self) -> None:
+        if self._replicas is not None:
+            self._replicas.restore()
+            self._replicas = None

@@ -1,0 +1,134 @@
+"""What the ranks do in test_ddp.py; each function is also called in one process for the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvalchemi.data import AtomicData, Batch
+from nvalchemi.models import InteratomicPotential, PaiNN
+from nvalchemi.training import EnergyMSELoss, ForceMSELoss, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
+from nvalchemi.training.hooks import DDPHook
+
+
+class Own:
+    """A rank's own batches, an epoch of them a list: a loader that is divided already."""
+
+    def __init__(self, batches: list[Any], rank: int, num_replicas: int) -> None:
+        self.batches, self.rank, self.num_replicas = batches, rank, num_replicas
+        self.sampler = self
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class Keep(Hook):
+    """Every step's gradients, loss and counters."""
+
+    def __init__(self) -> None:
+        self.gradients: list[list[torch.Tensor]] = []
+        self.losses: list[float] = []
+        self.samples: list[int] = []
+
+    @on(TrainingStage.GRADIENTS_READY)
+    def look(self, ctx) -> None:
+        self.gradients.append([p.grad.clone() for p in ctx.model.parameters()])
+        self.losses.append(ctx.loss.total.item())
+
+    @on(TrainingStage.STEP_END)
+    def counters(self, ctx) -> None:
+        self.samples.append(ctx.progress.samples)
+
+
+def structures(sizes: list[int]) -> list[AtomicData]:
+    """Molecules of the given sizes, every third without an energy."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for number, n in enumerate(sizes):
+        positions = 1.5 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
+        energy = float("nan") if number % 3 == 2 else float(n)
+        forces = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+        numbers = torch.randint(1, 3, (n,), generator=generator) * 5 + 1
+        result.append(AtomicData(positions, numbers, energy=energy, forces=forces))
+    return result
+
+
+class Plain(nn.Module):
+    """A PaiNN that does not say that it has its own gradient: autograd differentiates it."""
+
+    def __init__(self, inner: PaiNN) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, numbers, vectors, pairs):
+        return self.inner(numbers, vectors, pairs)
+
+
+def potential(autograd: bool) -> InteratomicPotential:
+    torch.manual_seed(1)
+    net = PaiNN(["C", "Na"], n_features=8, n_interactions=2, cutoff=4.0, n_rbf=5).double()
+    return InteratomicPotential(Plain(net) if autograd else net, cutoff=4.0)
+
+
+def train(manager, shares, *, autograd=False, accumulate=1, epochs=2, hooks=(), **options):
+    """Train on the rank's share of ``shares[rank][batch] = list of structures``; returns what :class:`Keep` saw and the weights."""
+    model = potential(autograd)
+    net = model.net
+    batches = [Batch.from_data_list(part) for part in shares[manager.rank]]
+    keep = Keep()
+    strategy = TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 1e-3}),
+        loss_fn=EnergyMSELoss(per_atom=True) + 10.0 * ForceMSELoss(),
+        num_epochs=epochs,
+        accumulate=accumulate,
+        distributed_manager=manager,
+        hooks=[keep, *hooks, DDPHook(**options)],
+    )
+    strategy.run(Own(batches, manager.rank, manager.world_size))
+    assert model.net is net  # unwrapped
+    return {
+        "gradients": keep.gradients,
+        "losses": keep.losses,
+        "samples": keep.samples,
+        "weights": [p.detach() for p in model.parameters()],
+    }
+
+
+def gradients(manager, shares, autograd, accumulate, options):
+    return train(manager, shares, autograd=autograd, accumulate=accumulate, **options)
+
+
+def counted(manager, shares, accumulate):
+    """How many all-reduces of gradients a step takes, and that weights are the same on all ranks after each."""
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.buffer().numel())
+        work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0] / manager.world_size)
+
+    spread: list[float] = []
+    per_step: list[int] = []
+
+    class Same(Hook):
+        @on(TrainingStage.STEP_END)
+        def look(self, ctx):
+            per_step.append(len(calls))
+            calls.clear()
+            flat = torch.cat([p.detach().flatten() for p in ctx.model.parameters()])
+            highest, lowest = flat.clone(), flat.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            spread.append(float((highest - lowest).max()))
+
+    seen = train(manager, shares, accumulate=accumulate, hooks=[Same()], comm_hook=hook)
+    return seen | {"per_step": per_step, "spread": spread}

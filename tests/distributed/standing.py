@@ -1,0 +1,76 @@
+"""A standing group of ranks: real processes that talk through gloo and run one case after another, so that each test starts none."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+class Ranks:
+    """``size`` processes in one group; ``call("module:function", ...)`` runs a function on all of them."""
+
+    def __init__(self, size: int = 2) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = str(Path(self._folder.name) / "meeting")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, meeting, theirs), daemon=True)
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def call(self, case: str, *arguments: Any, limit: float = 60.0) -> list[Any]:
+        """What ``case(manager, *arguments)`` gives on each rank, in order; an error of a rank is an AssertionError with its trace."""
+        for pipe in self._pipes:
+            pipe.send((case, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(limit):
+                self.close()
+                raise AssertionError(f"{case}: rank {rank} hangs")
+            good, value = pipe.recv()
+            results.append((good, value))
+        bad = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(results) if not good]
+        if bad:
+            raise AssertionError("\n".join(bad))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.terminate()
+            process.join(10)
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+    import torch.distributed as dist
+
+    from nvalchemi.distributed import SingleProcess
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=50))
+    # the light manager: the real one is tried under torchrun
+    manager = SingleProcess(torch.device("cpu"), rank=rank, local_rank=rank, world_size=size, distributed=True)
+    while True:
+        try:
+            case, arguments = pipe.recv()
+        except EOFError:
+            return
+        module, _, function = case.partition(":")
+        try:
+            torch.manual_seed(0)
+            answer = (True, getattr(importlib.import_module(module), function)(manager, *arguments))
+        except BaseException:  # noqa: BLE001 - told to the test
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
