@@ -6,8 +6,8 @@ In one process nothing is asked and nothing is waited for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import agree, gather
@@ -15,6 +15,8 @@ from nvalchemi.errors import TrainingError
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
+
+T = TypeVar("T")
 
 logger = logging.getLogger("nvalchemi")
 
@@ -74,3 +76,23 @@ def finished(ctx: TrainContext) -> bool:
     if agree([ctx.stop_reason is not None], ctx.manager)[0]:
         ctx.stop_reason = next(reason for reason in gather(ctx.stop_reason, ctx.manager) if reason is not None)
     return ctx.finished
+
+
+def together(action: Callable[[], T], manager: Manager) -> list[T]:
+    """What ``action`` gives on each rank, in order, on all of them; where it fails on one, all raise."""
+    if not manager.distributed:
+        return [action()]
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # noqa: BLE001 - raised below
+        error = raised
+    if agree([error is not None], manager)[0]:
+        raise_together(error, manager)
+    return gather(result, manager)
+
+
+def first_rank(action: Callable[[], T], manager: Manager) -> T:
+    """What ``action`` gives on rank 0, which alone does it, on all ranks; where it fails, all raise."""
+    return together(lambda: action() if manager.rank == 0 else None, manager)[0]  # type: ignore[return-value]

@@ -7,6 +7,7 @@ import pickle
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi import __version__
+from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
+from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import check_weights
 from nvalchemi.training.hook import Scope
@@ -38,8 +41,7 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
     """
     check_weights(ctx.optimizers, ctx.progress.step)
     shared, own = gather(ctx)
-    check_plain(shared, "")
-    check_plain(own, "")
+    together(lambda: check_states(shared, own), ctx.manager)
     manifest = {
         "library": __version__,
         "progress": ctx.progress.state_dict(),
@@ -47,17 +49,32 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
         "world_size": ctx.manager.world_size,
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    states = {layout.rank_file(ctx.manager.rank): own}
+    if ctx.manager.rank == 0:
+        states[layout.SHARED] = shared
     try:
-        with layout.writing(Path(directory), manifest) as add:
-            add(layout.SHARED, lambda path: torch.save(shared, path))
-            add(layout.rank_file(ctx.manager.rank), lambda path: torch.save(own, path))
+        return write(Path(directory), states, manifest, ctx.manager)
     except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
         raise CheckpointError(
             f"the checkpoint could not be written to {directory}",
             found=str(error).splitlines()[0],
             fix="free space or fix the permission; nothing is lost",
         ) from error
-    return layout.list_checkpoints(Path(directory))[-1].path
+
+
+def write(directory: Path, states: Mapping[str, Any], manifest: Mapping[str, Any], manager: Manager) -> Path:
+    """Write each rank's files into one checkpoint, which appears when all are on the disk; every rank returns after that."""
+    temporary = first_rank(lambda: layout.begin(directory), manager)
+
+    def files() -> dict[str, Any]:
+        return {name: layout.write_file(temporary / name, partial(torch.save, state)) for name, state in states.items()}
+
+    try:
+        entries = {name: entry for of_rank in together(files, manager) for name, entry in of_rank.items()}
+        return first_rank(lambda: layout.finish(temporary, manifest, entries), manager)
+    except BaseException:
+        layout.discard(temporary)
+        raise
 
 
 def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -97,10 +114,11 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     CheckpointError
         Where nothing whole is found, a file is damaged or unsafe, or the state does not fit the run.
     """
-    saved = find(ctx, source)
+    saved = find_together(ctx, source)
     if saved is None:
         logger.info("nothing to resume from yet: starting afresh")
         return
+    check_world(ctx, saved)
     shared, own = read_file(saved, layout.SHARED), read_file(saved, layout.rank_file(ctx.manager.rank))
     states = {**shared["hooks"], **own["hooks"]}
     check_fit(ctx, shared, states, saved.path, fresh)
@@ -130,7 +148,7 @@ def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
     CheckpointError
         Where no tensor of a model has a counterpart of the same name and shape.
     """
-    saved = find(ctx, source)
+    saved = find_together(ctx, source)
     if saved is None:
         raise CheckpointError("there is no checkpoint to take weights from", found=str(source))
     for name, state in read_file(saved, layout.SHARED)["models"].items():
@@ -146,6 +164,31 @@ def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
             "model '%s': %d of %d tensors from %s; kept as initialised: %s; left out: %s",
             name, len(fitting), len(target), saved.path, sorted(target.keys() - fitting.keys()), sorted(state.keys() - fitting.keys()),
         )  # fmt: skip
+
+
+def find_together(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
+    """The checkpoint that rank 0 finds: another rank's view of the folder may be older."""
+    if not ctx.manager.distributed:
+        return find(ctx, source)
+
+    def path() -> Path | None:
+        saved = find(ctx, source)
+        return None if saved is None else saved.path
+
+    found = first_rank(path, ctx.manager)
+    return None if found is None else layout.read(found)
+
+
+def check_world(ctx: TrainContext, saved: layout.SavedCheckpoint) -> None:
+    """A checkpoint has a file for each rank of its run, and its position is that of each rank's share of the data."""
+    then, now = int(saved.manifest.get("world_size", 1)), ctx.manager.world_size
+    if then != now:
+        raise CheckpointError(
+            f"{saved.path} is of a run on another number of processes",
+            found=f"{now} now",
+            needed=str(then),
+            fix=f"resume on {then}, or take the weights alone with init_from",
+        )
 
 
 def find(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
@@ -273,6 +316,12 @@ def load_generator_states(ctx: TrainContext, states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), spare))
     if "cuda" in states and ctx.device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], ctx.device)
+
+
+def check_states(*states: Mapping[str, Any]) -> None:
+    """As `check_plain`, of several states."""
+    for state in states:
+        check_plain(state, "")
 
 
 def check_plain(value: Any, where: str) -> None:

@@ -13,8 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,37 +135,40 @@ def best(directory: Path, metric: str, mode: str = "min") -> SavedCheckpoint | N
     return ranked[0] if ranked else None
 
 
-@contextmanager
-def writing(directory: Path, manifest: dict[str, Any]) -> Iterator[Callable[[str, Callable[[Path], None]], None]]:
-    """Write a checkpoint: gives ``add(name, write)``, which writes one file; all become visible together at the end.
-
-    On an error nothing becomes visible and what was written is removed.
-    """
+def begin(directory: Path) -> Path:
+    """Make the hidden folder in which a checkpoint of ``directory`` is written, and clear away what a broken save left."""
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
     temporary = directory / f".writing-{os.getpid()}"
     temporary.mkdir()
-    files: dict[str, dict[str, Any]] = {}
+    return temporary
 
-    def add(name: str, write: Callable[[Path], None]) -> None:
-        path = temporary / name
-        write(path)
-        _sync(path)
-        files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
-    try:
-        yield add
-        saved = list_checkpoints(directory)
-        serial = saved[-1].serial + 1 if saved else 0
-        whole = {"format": FORMAT, "version": VERSION, "serial": serial, **manifest, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(whole, indent=1))
-        _sync(temporary / MANIFEST)
-        _sync(temporary)
-        os.rename(temporary, _free_name(directory, int(manifest["progress"]["step"])))
-        _sync(directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+def write_file(path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
+    """Write one file of a checkpoint to the disk; returns its size and checksum."""
+    write(path)
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def finish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Path:
+    """Let the checkpoint in the hidden folder appear, whole; returns its folder."""
+    directory = temporary.parent
+    saved = list_checkpoints(directory)
+    serial = saved[-1].serial + 1 if saved else 0
+    whole = {"format": FORMAT, "version": VERSION, "serial": serial, **manifest, "files": files}
+    (temporary / MANIFEST).write_text(json.dumps(whole, indent=1))
+    _sync(temporary / MANIFEST)
+    _sync(temporary)
+    path = _free_name(directory, int(manifest["progress"]["step"]))
+    os.rename(temporary, path)
+    _sync(directory)
+    return path
+
+
+def discard(temporary: Path) -> None:
+    """Remove the hidden folder of a save that failed."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prune(directory: Path, keep_last: int | None, keep_best: int | None = None, metric: str = "loss", mode: str = "min") -> None:

@@ -2,21 +2,33 @@ import json
 
 import pytest
 
+from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
+from nvalchemi.training.checkpoint import write
 
 
 def save(directory, step, metrics=None, text="state"):
-    with layout.writing(directory, {"progress": {"step": step}, "metrics": metrics}) as add:
-        add(layout.SHARED, lambda path: path.write_text(text))
+    temporary = layout.begin(directory)
+    files = {layout.SHARED: layout.write_file(temporary / layout.SHARED, lambda path: path.write_text(text))}
+    layout.finish(temporary, {"progress": {"step": step}, "metrics": metrics}, files)
     return layout.list_checkpoints(directory)[-1]
 
 
+class Killed:
+    """Stops whoever saves it."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __reduce__(self):
+        assert layout.list_checkpoints(self.directory) == []
+        raise KeyboardInterrupt
+
+
 def test_b62_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError, match="killed"), layout.writing(tmp_path, {"progress": {"step": 1}}) as add:
-        add(layout.SHARED, lambda path: path.write_text("state"))
-        assert layout.list_checkpoints(tmp_path) == []
-        raise RuntimeError("killed")
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, {layout.SHARED: Killed(tmp_path)}, {"progress": {"step": 1}}, single_process("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 

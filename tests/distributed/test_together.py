@@ -1,0 +1,105 @@
+"""Ranks stop, skip, fail and report together, and none waits for ever."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nvalchemi.distributed import single_process
+from nvalchemi.training import layout
+from tests.distributed import together_cases as cases
+
+CASES = "tests.distributed.together_cases"
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
+
+
+def test_a_loader_that_ends_early_ends_the_epoch_on_all_ranks(ranks):
+    """B25."""
+    (first, after), (second, _) = ranks.call(f"{CASES}:exhausted")
+    assert (first["steps"], second["steps"]) == (10, 10)
+    assert first["epoch"] == second["epoch"] == 2
+    assert first["error"] is None and same(first, second)
+    assert after["steps"] == 2
+
+
+def test_a_spike_on_one_rank_is_skipped_on_all(ranks):
+    first, second = ranks.call(f"{CASES}:spoilt", True)
+    assert first["skips"] == second["skips"]
+    assert [reason is not None for reason in first["skips"]] == [False, False, True, False, False, False]
+    assert same(first, second)
+
+
+def test_a_loss_that_is_not_finite_ends_all(ranks):
+    first, second = ranks.call(f"{CASES}:spoilt", False)
+    assert first["error"] == second["error"]
+    assert first["error"].startswith("TrainingError: the loss of the step after 2 is nan")
+    assert first["plain"] and second["plain"]
+
+
+@pytest.mark.parametrize(("case", "steps"), [("stopped", 3), ("signalled", 3), ("early", 3)])
+def test_stops_are_everybodys(ranks, case, steps):
+    first, second = ranks.call(f"{CASES}:{case}")
+    assert (first["steps"], second["steps"]) == (steps, steps)
+    assert first["stop"] == second["stop"] is not None
+    assert same(first, second)
+
+
+def test_a_batch_that_cannot_be_read_ends_all_with_the_cause(ranks):
+    (first, after), (second, again) = ranks.call(f"{CASES}:unreadable")
+    assert "rank 1: OSError: the disk is gone" in first["error"]
+    assert second["error"] == "OSError: the disk is gone"
+    assert after["error"] is None and again["error"] is None  # the group is still good
+
+
+def test_reports_are_of_all_ranks(ranks, tmp_path):
+    first, second = ranks.call(f"{CASES}:metrics", str(tmp_path))
+    assert first["losses"] == second["losses"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == pytest.approx([sum(first["losses"][i : i + 2]) / 2 for i in (0, 2)])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_validation_counts_every_sample_once(ranks, size):
+    """B27."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    alone = cases.validated(single_process("cpu"), values, size)["validation"]
+    assert alone["n"] == 5
+    assert alone["loss"] == pytest.approx(3.0 - 0.01)  # one step has moved the bias
+    for got in ranks.call(f"{CASES}:validated", values, size):
+        assert got["validation"] == pytest.approx(alone, rel=1e-14)
+
+
+def test_a_rank_without_validation_data(ranks):
+    for got in ranks.call(f"{CASES}:validated", [7.0], 2):
+        assert got["validation"]["n"] == 1
+
+
+def test_two_ranks_resume(ranks, tmp_path):
+    (whole, rest), (whole_too, rest_too) = ranks.call(f"{CASES}:resumed", str(tmp_path))
+    assert [seen["error"] for seen in (whole, rest, whole_too, rest_too)] == [None] * 4
+    assert (whole["steps"], rest["steps"], rest_too["steps"]) == (4, 2, 2)
+    assert same(whole, rest) and same(whole, rest_too)
+    assert rest["noise"] == whole["noise"][2:] and rest_too["noise"] == whole_too["noise"][2:]
+    assert whole["noise"] != whole_too["noise"]  # B36: each rank has its own stream
+    saved = layout.latest(tmp_path / "whole")
+    assert sorted(saved.manifest["files"]) == ["rank-00000.pt", "rank-00001.pt", "shared.pt"]
+    assert saved.manifest["progress"]["samples"] == 4 * 5
+    assert not list((tmp_path / "whole").glob(".*"))
+
+
+def test_one_process_does_not_resume_what_two_ranks_saved_in_silence(ranks, tmp_path):
+    ranks.call(f"{CASES}:resumed", str(tmp_path))
+    got = cases.run(single_process("cpu"), cases.batches(4, 0), resume_from=tmp_path / "whole")
+    assert "another number of processes" in got["error"]
+
+
+def test_a_rank_that_cannot_save_ends_all(ranks, tmp_path):
+    first, second = ranks.call(f"{CASES}:unsaveable", str(tmp_path))
+    assert "no plain data" in second["error"]
+    assert "rank 1" in first["error"] and "no plain data" in first["error"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,209 @@
+"""What the ranks do in test_together.py."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
+from nvalchemi.training.hooks import DDPHook, EarlyStopHook, MetricsHook, SpikeHook, StopOnSignalHook
+from tests.distributed.ddp_cases import Own
+
+
+def line() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(2, 1).double()
+
+
+def batches(count: int, rank: int, size: int = 3) -> list[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def predict(model, batch):
+    return model(batch[:, :2]).squeeze(1)
+
+
+def squared(prediction, batch):
+    return (prediction - batch[:, 2]).square().mean()
+
+
+class Record(Hook):
+    def __init__(self) -> None:
+        self.steps, self.skips, self.losses = 0, [], []
+
+    @on(TrainingStage.STEP_END)
+    def end(self, ctx) -> None:
+        self.steps += 1
+        self.skips.append(ctx.skip_reason)
+        self.losses.append(float(ctx.loss.total))
+
+
+def run(manager, data, *hooks, model=None, **settings):
+    """Run; what happened as plain data."""
+    record = Record()
+    model = line() if model is None else model
+    declared: dict[str, Any] = {"num_epochs": 1, "training_fn": predict, "loss_fn": squared} | settings
+    strategy = TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.01}),
+        distributed_manager=manager,
+        hooks=[record, *hooks, DDPHook()],
+        **declared,
+    )
+    error, ctx = None, None
+    try:
+        ctx = strategy.run(data if hasattr(data, "sampler") else Own(data, manager.rank, manager.world_size))
+    except Exception as raised:  # noqa: BLE001 - compared by the test
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "steps": record.steps,
+        "skips": record.skips,
+        "losses": record.losses,
+        "error": error,
+        "stop": None if ctx is None else ctx.stop_reason,
+        "epoch": None if ctx is None else ctx.progress.epoch,
+        "weights": [p.detach() for p in model.parameters()],
+        "plain": not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()),
+        "validation": None if ctx is None else ctx.validation,
+    }
+
+
+def exhausted(manager):
+    """7 batches on one rank, 5 on the other, then a run more, to see that the group still works."""
+    first = run(manager, batches(7 - 2 * manager.rank, manager.rank), num_epochs=2)
+    return first, run(manager, batches(2, manager.rank))
+
+
+def spoilt(manager, guard):
+    """One rank's third batch has a label that is not finite."""
+    data = batches(6, manager.rank)
+    if manager.rank == 1:
+        data[2][0, 2] = float("nan")
+    return run(manager, data, *([SpikeHook()] if guard else []))
+
+
+class StopOnOne(Hook):
+    @on(TrainingStage.STEP_END)
+    def end(self, ctx) -> None:
+        if ctx.manager.rank == 1 and ctx.progress.step == 3:
+            ctx.stop("rank 1 has seen enough")
+
+
+def stopped(manager):
+    return run(manager, batches(6, manager.rank), StopOnOne(), num_epochs=5)
+
+
+class SignalOnOne(Hook):
+    @on(TrainingStage.STEP_START)
+    def start(self, ctx) -> None:
+        if ctx.manager.rank == 1 and ctx.progress.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def signalled(manager):
+    return run(manager, batches(6, manager.rank), StopOnSignalHook(), SignalOnOne(), num_epochs=5)
+
+
+def early(manager):
+    """A validation that never gets better: shares of unlike sizes, so that a local decision would differ."""
+    frozen = batches(3, 9)
+    config = ValidationConfig(validation_data=frozen, every_n_steps=1)
+    return run(
+        manager, batches(6, manager.rank), EarlyStopHook(patience=2, min_delta=1e9), validation_config=config, num_epochs=5
+    )
+
+
+class Unreadable(Own):
+    """A loader that fails on one rank."""
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batches):
+            if self.rank == 1 and number == 3:
+                raise OSError("the disk is gone")
+            yield batch
+
+
+def unreadable(manager):
+    data = Unreadable(batches(6, manager.rank), manager.rank, manager.world_size)
+    return run(manager, data), run(manager, batches(2, manager.rank))
+
+
+def metrics(manager, folder):
+    from nvalchemi.training import Every
+
+    hook = MetricsHook(folder, Every(steps=2))
+    return run(manager, batches(4, manager.rank, size=2 + 3 * manager.rank), hook)
+
+
+def validated(manager, losses, size):
+    """Validation over structures whose losses are known, by a loader of this package."""
+    from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
+
+    data = InMemoryDataset(torch.tensor(losses, dtype=torch.float64)[:, None])
+    config = ValidationConfig(validation_data=DataLoader(data, batch_size=size))
+    model = nn.Linear(1, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return run(
+        manager,
+        [torch.zeros(1, 1, dtype=torch.float64)],
+        model=model,
+        training_fn=lambda m, x: m(x),
+        loss_fn=lambda prediction, x: (prediction + x).mean(),
+        validation_config=config,
+    )
+
+
+def resumed(manager, folder):
+    """Four steps at once, and two, a checkpoint and two more; noise drawn from the rank's own generator."""
+    from nvalchemi.training import Every
+    from nvalchemi.training.hooks import CheckpointHook, EMAHook
+
+    class Noise(Hook):
+        drawn: list[float]
+
+        def __init__(self):
+            self.drawn = []
+
+        @on(TrainingStage.STEP_START)
+        def draw(self, ctx):
+            self.drawn.append(float(torch.rand((), generator=ctx.generator)))
+
+    def part(steps, where, **settings):
+        noise, saver = Noise(), CheckpointHook(f"{folder}/{where}", every=Every(steps=1))
+        seen = run(
+            manager,
+            batches(4, manager.rank, size=2 + manager.rank),
+            noise,
+            saver,
+            EMAHook(0.5),
+            num_steps=steps,
+            num_epochs=None,
+            **settings,
+        )
+        return seen | {"noise": noise.drawn}
+
+    whole = part(4, "whole")
+    part(2, "parts")
+    rest = part(4, "parts", resume_from="latest")
+    return whole, rest
+
+
+def unsaveable(manager, folder):
+    """One rank cannot write its file."""
+    from nvalchemi.training import Every
+    from nvalchemi.training.hooks import CheckpointHook
+
+    class Bad(Hook):
+        from nvalchemi.training.hook import Scope
+
+        scope = Scope.RANK_LOCAL
+
+        def state_dict(self):
+            return {"a lock": object()} if manager.rank == 1 else {"a lock": 1}
+
+    return run(manager, batches(3, manager.rank), Bad(), CheckpointHook(folder, every=Every(steps=2)))
