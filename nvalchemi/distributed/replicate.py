@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ class Replicas:
         Which to wrap.
     comm_hook
         ``hook(state, bucket)``, or ``(state, hook)``, in place of the plain average: see torch's ``register_comm_hook``.
+    broadcast_buffers
+        Whether rank 0's buffers are sent to all ranks at each forward; they are at the start in any case where torch can tell the two
+        apart.
     **options
         Of ``DistributedDataParallel``.
     """
@@ -34,8 +38,10 @@ class Replicas:
         models: dict[str, nn.Module],
         names: Sequence[str],
         comm_hook: CommHook | tuple[Any, CommHook] | None = None,
+        broadcast_buffers: bool = True,
         **options: Any,
     ) -> None:
+        options |= {} if broadcast_buffers else _without_broadcast()
         self.targets: list[Target] = []
         self.wrapped: list[DistributedDataParallel] = []
         state, hook = comm_hook if isinstance(comm_hook, tuple) else (None, comm_hook)
@@ -69,3 +75,9 @@ class Replicas:
         """Put the plain models back."""
         for target in self.targets:
             target.restore()
+
+
+def _without_broadcast() -> dict[str, Any]:
+    # newer torch has another name for it and warns of the old one
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.models import InteratomicPotential, PaiNN
@@ -14,20 +15,25 @@ from nvalchemi.training import EnergyMSELoss, ForceMSELoss, Hook, OptimizerConfi
 from nvalchemi.training.hooks import DDPHook
 
 
-class Own:
-    """A rank's own batches, an epoch of them a list: a loader that is divided already."""
+class Aware:
+    """A sampler that knows of ranks and gives a rank's own batches in order."""
 
-    def __init__(self, batches: list[Any], rank: int, num_replicas: int) -> None:
-        self.batches, self.rank, self.num_replicas = batches, rank, num_replicas
-        self.sampler = self
+    def __init__(self, length: int, rank: int, num_replicas: int) -> None:
+        self.length, self.rank, self.num_replicas = length, rank, num_replicas
 
     def set_epoch(self, epoch: int) -> None: ...
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.length
 
     def __iter__(self) -> Any:
-        return iter(self.batches)
+        return iter(range(self.length))
+
+
+def own(batches: Any, manager: Any) -> DataLoader[Any]:
+    """A loader of a rank's own batches, which is therefore divided already."""
+    sampler = Aware(len(batches), manager.rank, manager.world_size)
+    return DataLoader(batches, batch_size=1, sampler=sampler, collate_fn=lambda items: items[0])  # type: ignore[arg-type]
 
 
 class Keep(Hook):
@@ -93,7 +99,7 @@ def train(manager, shares, *, autograd=False, accumulate=1, epochs=2, hooks=(), 
         distributed_manager=manager,
         hooks=[keep, *hooks, DDPHook(**options)],
     )
-    strategy.run(Own(batches, manager.rank, manager.world_size))
+    strategy.run(own(batches, manager))
     assert model.net is net  # unwrapped
     return {
         "gradients": keep.gradients,

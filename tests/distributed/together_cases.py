@@ -10,7 +10,7 @@ from torch import nn
 
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
 from nvalchemi.training.hooks import DDPHook, EarlyStopHook, MetricsHook, SpikeHook, StopOnSignalHook
-from tests.distributed.ddp_cases import Own
+from tests.distributed.ddp_cases import own
 
 
 def line() -> nn.Module:
@@ -56,7 +56,7 @@ def run(manager, data, *hooks, model=None, **settings):
     )
     error, ctx = None, None
     try:
-        ctx = strategy.run(data if hasattr(data, "sampler") else Own(data, manager.rank, manager.world_size))
+        ctx = strategy.run(own(data, manager))
     except Exception as raised:  # noqa: BLE001 - compared by the test
         error = f"{type(raised).__name__}: {raised}"
     return {
@@ -117,19 +117,18 @@ def early(manager):
     )
 
 
-class Unreadable(Own):
-    """A loader that fails on one rank."""
+class Unreadable(list):
+    """Batches of which the fourth cannot be read."""
 
-    def __iter__(self):
-        for number, batch in enumerate(self.batches):
-            if self.rank == 1 and number == 3:
-                raise OSError("the disk is gone")
-            yield batch
+    def __getitem__(self, number):
+        if number == 3:
+            raise OSError("the disk is gone")
+        return super().__getitem__(number)
 
 
 def unreadable(manager):
-    data = Unreadable(batches(6, manager.rank), manager.rank, manager.world_size)
-    return run(manager, data), run(manager, batches(2, manager.rank))
+    data = batches(6, manager.rank)
+    return run(manager, Unreadable(data) if manager.rank == 1 else data), run(manager, batches(2, manager.rank))
 
 
 def metrics(manager, folder):

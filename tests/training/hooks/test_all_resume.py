@@ -11,6 +11,7 @@ from nvalchemi.testing import assert_resumes
 from nvalchemi.training import Every, Hook, OptimizerConfig, ValidationConfig, hooks
 from nvalchemi.training.hooks import (
     CheckpointHook,
+    DDPHook,
     EarlyStopHook,
     EMAHook,
     GradientClipHook,
@@ -35,6 +36,7 @@ CLOCKS = ("hooks.time_budget.elapsed",)
 #: hook -> the hook lists (of a folder) with which a run must resume bit for bit
 CASES = {
     CheckpointHook: [lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)]],
+    DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
     EMAHook: [
         lambda folder: [EMAHook(0.9)],
         lambda folder: [EMAHook(0.99, bias_corrected=True), EMAHook(0.5, use_for_validation=False, name="fast")],
