@@ -20,7 +20,6 @@ from nvalchemi.data.neighbors import neighbor_list, neighbor_list_data
 from nvalchemi.errors import DataError
 
 PlainTransform = Callable[[AtomicData], AtomicData]
-BatchTransform = Callable[[Batch], Batch]
 
 
 class Transform(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,25 +225,25 @@ def clock(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
-class Display:
+class Display(ABC):
     """Where the lines go."""
 
+    @abstractmethod
     def period(self, hook: ProgressHook) -> float:
         """Seconds between two lines."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show(self, line: str, fraction: float | None) -> None:
         """The present status."""
-        raise NotImplementedError
 
-    def note(self, line: str) -> None:
+    def note(self, line: str) -> None:  # noqa: B027 - a default, not a gap
         """Something that is going on; of no interest afterwards."""
 
+    @abstractmethod
     def result(self, line: str) -> None:
         """Something that stays."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - likewise
         """The run is over."""
 
 
