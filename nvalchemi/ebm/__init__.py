@@ -1,0 +1,1 @@
+"""Energy-based models: samplers, losses, couplings, and energies whose statistics are known."""
