@@ -28,6 +28,9 @@ class EnergyModel(nn.Module):
     outputs
         What `predict` can give. An energy of atoms that is differentiable with respect to the positions (and, for stress, the cell) of
         its batch says ``("energy", "forces", "stress")``, and the derivatives are made for it.
+    force_fp32_gradient
+        Compute `gradient` in float32, without autocast, whatever the dtype of ``x`` (the result has ``x``'s). The parameters must then
+        be float32. Set it on an object or a class.
 
     Examples
     --------
@@ -43,6 +46,7 @@ class EnergyModel(nn.Module):
     net: nn.Module
     distributed_part: ClassVar[str] = "net"  # what wrappers of distributed training replace
     outputs: ClassVar[tuple[str, ...]] = ("energy",)
+    force_fp32_gradient: bool = False
 
     def forward(self, x: Any) -> Tensor:
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""
@@ -61,13 +65,23 @@ class EnergyModel(nn.Module):
         Returns
         -------
         Tensor
-            Of the shape of ``x``, or (N, 3) in eV/Å. Works under ``torch.no_grad`` and ``torch.inference_mode`` as well.
+            Of the shape and dtype of ``x``, or (N, 3) in eV/Å. Works under ``torch.no_grad`` and ``torch.inference_mode`` as well.
         """
+        return self.energy_and_gradient(x, create_graph)[1]
+
+    def energy_and_gradient(self, x: Any, create_graph: bool = False) -> tuple[Tensor, Tensor]:
+        """Give the energies (batch,) and their gradient by one pass; otherwise as `gradient`."""
         moves = x.positions if isinstance(x, Batch) else x
         with differentiable():
             at = moves if create_graph and moves.requires_grad else leaf(moves)
-            energy = self(x.replace(positions=at) if isinstance(x, Batch) else at)
-            return input_gradient(energy, at, create_graph=create_graph)
+            if self.force_fp32_gradient:
+                with torch.autocast(at.device.type, enabled=False):  # the backward pass too: autocast would reach its products
+                    energy = self(_at(x, at.float()))
+                    gradient = input_gradient(energy, at, create_graph=create_graph)
+            else:
+                energy = self(_at(x, at))
+                gradient = input_gradient(energy, at, create_graph=create_graph)
+        return energy if create_graph else energy.detach(), gradient
 
     def predict(self, x: Any, outputs: Sequence[str] = ("energy",)) -> dict[str, Tensor]:
         """Predict what is asked for, and compute nothing else.
@@ -120,6 +134,11 @@ class EnergyModel(nn.Module):
             f"{type(self).__name__} cannot say how it is rebuilt",
             fix="define config() and register the class with register_model",
         )
+
+
+def _at(x: Any, positions: Tensor) -> Any:
+    """What the energy takes, with the positions that are differentiated by."""
+    return x.replace(positions=positions) if isinstance(x, Batch) else positions
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype | None:

@@ -11,7 +11,8 @@ Two traps are closed here, once for scores and forces alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,24 +40,24 @@ def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False
 
 def input_gradients(energy: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> tuple[Tensor, ...]:
     """Give the gradients with respect to several inputs in one pass; otherwise as `input_gradient`."""
-    total = energy.sum()
-    if not total.requires_grad:
+    if not energy.requires_grad:
         return tuple(torch.zeros_like(x) for x in inputs)
+    total = energy.sum()  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
     gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
     if create_graph:
         return tuple(g + (0.0 * total).to(g.dtype) for g in gradients)
     return gradients
 
 
-@contextmanager
-def differentiable() -> Iterator[None]:
+def differentiable() -> AbstractContextManager[Any]:
     """Let graphs be built inside, whatever the mode outside (``no_grad`` or ``inference_mode``)."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    else:
-        with torch.enable_grad():
-            yield
+    return _out_of_inference() if torch.is_inference_mode_enabled() else torch.enable_grad()
+
+
+@contextmanager
+def _out_of_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def plain(tensor: Tensor) -> Tensor:

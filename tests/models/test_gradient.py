@@ -75,3 +75,27 @@ def test_a_plain_energy_predicts_energies(training):
     model, x = MLPEnergy(3, 5).train(training), torch.randn(2, 3)
     found = model.predict(x)
     assert set(found) == {"energy"} and found["energy"].requires_grad == training
+
+
+def test_energy_and_gradient_come_from_one_pass():
+    model, x = MLPEnergy(3, 5), torch.randn(4, 3)
+    energy, gradient = model.energy_and_gradient(x)
+    assert not energy.requires_grad and torch.equal(gradient, model.gradient(x))
+    torch.testing.assert_close(energy, model(x))
+    energy, gradient = model.energy_and_gradient(x, create_graph=True)
+    assert energy.requires_grad and gradient.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_have_the_dtype_of_the_input(dtype):
+    x = torch.randn(4, 3).to(dtype)
+    assert MLPEnergy(3, 5).to(dtype).gradient(x).dtype == dtype
+    model = MLPEnergy(3, 5)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.gradient(x)
+    model.force_fp32_gradient = True
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.gradient(x)
+    assert found.dtype == dtype
+    model.force_fp32_gradient = False
+    torch.testing.assert_close(found, model.gradient(x.float()).to(dtype), rtol=0, atol=0)

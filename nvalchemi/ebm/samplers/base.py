@@ -1,0 +1,153 @@
+"""What all samplers share: the call, the loop, and what comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvalchemi.ebm.chains import Chains, chains_of
+from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
+from nvalchemi.ebm.samplers.settings import Setting
+from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel
+
+NOTHING: Mapping[str, Tensor] = {}
+
+
+@dataclass(slots=True)
+class Run:
+    """One call of ``sample()``.
+
+    Parameters
+    ----------
+    chains
+        What is moved.
+    n_steps
+        How often.
+    generator
+        Where random numbers come from; None is torch's default generator of the device.
+    """
+
+    chains: Chains
+    n_steps: int
+    generator: torch.Generator | None
+
+    def normal(self, like: Tensor) -> Tensor:
+        """Standard normal numbers in a new tensor like ``like``."""
+        return torch.empty_like(like).normal_(generator=self.generator)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Numbers uniform in [0, 1) in a new tensor like ``like``."""
+        return torch.empty_like(like).uniform_(generator=self.generator)
+
+
+class Sampler(ABC):
+    """Draws samples of exp(-energy) by moving many chains at once.
+
+    A sampler holds the energy and never wraps, trains or saves it. It has no random state of its own: all random numbers come from the
+    ``generator`` of the call. With none given they come from torch's default generator of the samples' device, the stream that
+    ``torch.manual_seed`` seeds. While it samples, the energy is in evaluation mode and no graph is kept; afterwards modes are as they
+    were and no parameter has got a gradient.
+
+    Parameters
+    ----------
+    model
+        The energy.
+    step_size
+        The step: a number, one number a chain (batch,), or a function of the step (from 0) that gives either; see
+        `nvalchemi.ebm.schedules`.
+    """
+
+    step_size: Setting
+
+    def __init__(self, model: EnergyModel, step_size: Setting) -> None:
+        if not isinstance(model, EnergyModel):
+            raise ConfigError(
+                f"{type(self).__name__} samples an energy",
+                found=type(model).__name__,
+                needed="a nvalchemi.models.EnergyModel",
+                fix="derive the energy from EnergyModel and put its network into self.net",
+            )
+        self.model = model
+        self.step_size = step_size
+
+    @abstractmethod
+    def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """Yield the positions after each step, ``run.n_steps`` times, and numbers for the diagnostics.
+
+        The tensor may be changed in place afterwards; what is kept of it is copied.
+        """
+
+    def sample(
+        self,
+        x: Any = None,
+        dim: int | tuple[int, ...] | None = None,
+        n_steps: int = 100,
+        n_samples: int = 1,
+        thin: int = 1,
+        return_trajectory: bool = False,
+        return_diagnostics: bool = False,
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool | Progress = False,
+    ) -> Any:
+        """Move the chains.
+
+        Parameters
+        ----------
+        x
+            Where the chains begin, (batch, ...) of a floating dtype; it is not changed.
+        dim, n_samples
+            Without ``x``: ``n_samples`` chains of length (or shape) ``dim`` that begin at standard normal numbers, on the device and in
+            the dtype of the energy's parameters.
+        n_steps
+            Steps a chain.
+        thin
+            Of trajectory and diagnostics, keep every ``thin``-th state: ``n_steps // thin`` of them.
+        return_trajectory
+            Give the states kept on the way, (batch, n_steps // thin, ...), instead of the last state.
+        return_diagnostics
+            Also give numbers about the states kept, a dict of tensors whose first length is ``n_steps // thin``: ``"mean"`` and
+            ``"var"`` over the chains, ``"energy"`` (its mean), and what the sampler adds (``"acceptance_rate"``).
+        generator
+            Where random numbers come from, on the device of the samples. None: torch's default generator of that device.
+        progress
+            True for a bar in the terminal, or a function that is called with (steps done, steps in all) after each step.
+
+        Returns
+        -------
+        Tensor or (Tensor, dict)
+            The last states, of the shape, dtype and device of ``x``, or what was asked for instead.
+
+        Raises
+        ------
+        ConfigError
+            Settings that do not fit the samples.
+        TrainingError
+            Positions that are no longer finite.
+        """
+        with quiet(self.model):
+            run = Run(chains_of(x, dim, n_samples, self.model, generator), n_steps, generator)
+            record = Record(run.chains, self.model, n_steps, thin, return_trajectory, return_diagnostics)
+            state, seen, name = run.chains.start, 0, type(self).__name__
+            with shown(progress, name) as report:
+                for step, (state, extra) in enumerate(self.moves(run)):
+                    if record.needed:
+                        record.keep(step, state, extra)
+                    if report is not None:
+                        report(step + 1, n_steps)
+                    if (step + 1) % CHECK_EVERY == 0:
+                        check_finite(run.chains, state, name, seen, step + 1, self._step_size_at(step))
+                        seen = step + 1
+                if seen < n_steps:
+                    check_finite(run.chains, state, name, seen, n_steps, self._step_size_at(n_steps - 1))
+            return record.result(state)
+
+    def _step_size_at(self, step: int) -> object:
+        setting = self.step_size
+        return setting(step) if not isinstance(setting, Tensor) and callable(setting) else setting

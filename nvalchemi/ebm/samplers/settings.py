@@ -1,0 +1,64 @@
+"""Settings of a sampler: a number, one number a chain, or a function of the step that gives either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from nvalchemi.ebm.chains import Chains
+from nvalchemi.errors import ConfigError
+
+Value: TypeAlias = float | Tensor
+Setting: TypeAlias = float | Tensor | Callable[[int], float | Tensor]
+
+
+def checked(name: str, setting: Setting) -> Setting:
+    """The setting; a number below zero is refused when it is declared."""
+    if isinstance(setting, (int, float)) and not isinstance(setting, bool):
+        if not (0.0 <= setting < math.inf):
+            raise ConfigError(f"{name} cannot be that", found=setting, needed="a finite number, at least 0")
+    elif not (isinstance(setting, Tensor) or callable(setting)):
+        raise ConfigError(
+            f"{name} cannot be that", found=repr(setting), needed="a number, a tensor (batch,) or a function of the step"
+        )
+    return setting
+
+
+def changes(*settings: Setting) -> bool:
+    """Whether any of them is a function of the step."""
+    return any(not isinstance(setting, Tensor) and callable(setting) for setting in settings)
+
+
+def value(name: str, setting: Setting, step: int, chains: Chains) -> Value:
+    """What a setting is at a step (from 0): a number, or a tensor that broadcasts against the positions.
+
+    Raises
+    ------
+    ConfigError
+        A tensor that has not one number a chain, or a number that is negative or not finite.
+    """
+    found = setting(step) if not isinstance(setting, Tensor) and callable(setting) else setting
+    if not isinstance(found, Tensor):
+        return float(found) if found is setting else float(checked(f"{name} at step {step}", found))  # type: ignore[arg-type]
+    if found.ndim and found.shape != (chains.size,):
+        raise ConfigError(
+            f"{name} does not fit the samples",
+            found=f"shape {tuple(found.shape)} for {chains.size} samples",
+            needed=f"a number, or one a sample: ({chains.size},)",
+        )
+    found = found.to(chains.start)
+    return chains.spread(found) if found.ndim else found
+
+
+def root(number: Value) -> Value:
+    """The square root of either kind of value."""
+    return math.sqrt(number) if isinstance(number, float) else torch.sqrt(number)
+
+
+def add_(x: Tensor, factor: Value, y: Tensor) -> Tensor:
+    """Add ``factor`` times ``y`` to ``x`` in place."""
+    return x.add_(y, alpha=factor) if isinstance(factor, float) else x.addcmul_(y, factor)
