@@ -20,6 +20,7 @@ from nvalchemi.training.losses import (
     StressMSELoss,
 )
 from nvalchemi.training.optimizers import OptimizerConfig
+from nvalchemi.training.schedules import warmup, warmup_cosine
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 from nvalchemi.training.strategy import TrainingStrategy
 from nvalchemi.training.update import ScaledUpdate, Update
@@ -57,4 +58,6 @@ __all__ = [
     "around",
     "evaluate",
     "on",
+    "warmup",
+    "warmup_cosine",
 ]

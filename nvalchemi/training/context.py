@@ -15,6 +15,7 @@ from nvalchemi.objective import Count, LossOutput, Objective
 if TYPE_CHECKING:
     from nvalchemi.training.cursor import Cursor
     from nvalchemi.training.optimizers import Scheduler
+    from nvalchemi.training.rates import ScaledRates
     from nvalchemi.training.table import HookTable
     from nvalchemi.training.update import Update
 
@@ -101,6 +102,8 @@ class TrainContext:
         This rank's random generator on the run's device.
     cursor, hooks, optimizers, schedulers, update
         The loader's position, the hook table, what was built from the optimizer configs, and the owner of backward and step.
+    scaled_rates
+        By optimizer name, what ``lr_scaling`` did to the rates; nothing where they are as declared.
     group
         The micro-batches of the current step; :attr:`batch` is the current one, and :attr:`is_last_microbatch` says whether it
         completes the step.
@@ -138,6 +141,7 @@ class TrainContext:
     update: Update = None  # type: ignore[assignment]
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     schedulers: dict[str, Scheduler] = field(default_factory=dict)
+    scaled_rates: dict[str, ScaledRates] = field(default_factory=dict)
     group: list[Any] = field(default_factory=list)
     batch: Any = None
     counts: dict[str, Count] | None = None

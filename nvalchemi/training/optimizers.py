@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nvalchemi.errors import ConfigError
+from nvalchemi.training.rates import KEY, Rule, ScaledRates, check_rule, lr_factor, rescaled, scale_rates
 from nvalchemi.training.signatures import misfit
 
 
@@ -32,6 +33,10 @@ class OptimizerConfig:
     parameters
         ``parameters(model)`` gives the parameters, or parameter groups as torch takes them; by default all that require a
         gradient.
+    lr_scaling
+        ``"linear"`` or ``"sqrt"``: every rate is multiplied by the number of processes or its square root, since the batch of a step
+        grows with it; see :mod:`nvalchemi.training.rates`. What was scaled is logged, and kept in ``ctx.scaled_rates``. Rates that a
+        scheduler's settings name (``eta_min``, ``min_lr``) stay as they are.
 
     Raises
     ------
@@ -46,10 +51,12 @@ class OptimizerConfig:
     scheduler_interval: Literal["step", "epoch"] = "step"
     scheduler_metric: str | None = None
     parameters: Callable[[nn.Module], Iterable[Any]] | None = None
+    lr_scaling: Rule | None = None
 
     def __post_init__(self) -> None:
         if self.scheduler_interval not in ("step", "epoch"):
             raise ConfigError("unknown scheduler_interval", found=repr(self.scheduler_interval), needed="'step' or 'epoch'")
+        check_rule(self.lr_scaling)
         if self.scheduler_cls is None and (self.scheduler_kwargs or self.scheduler_metric):
             raise ConfigError("settings of a scheduler without a scheduler", fix="give scheduler_cls as well")
         for what, made, settings in (
@@ -69,8 +76,15 @@ class OptimizerConfig:
                 f"{self.scheduler_cls.__name__} reads a validation metric", fix='give scheduler_metric, such as "loss"'
             )
 
-    def build(self, model: nn.Module, name: str) -> tuple[torch.optim.Optimizer, Scheduler | None]:
-        """The optimizer over ``model``'s parameters, and its scheduler where one is declared."""
+    def build(self, model: nn.Module, name: str, world_size: int = 1) -> Built:
+        """The optimizer over ``model``'s parameters, its scheduler where one is declared, and what was done to its rates.
+
+        Raises
+        ------
+        ConfigError
+            Where there is nothing to optimise, for values that the classes refuse, and for a scheduler that sets rates of its own
+            where they are to be scaled.
+        """
         given = self.parameters(model) if self.parameters is not None else (p for p in model.parameters() if p.requires_grad)
         parameters = list(given)
         if not parameters:
@@ -78,14 +92,31 @@ class OptimizerConfig:
                 f"optimizer '{name}' has nothing to optimise", fix="unfreeze a parameter or drop its OptimizerConfig"
             )
         optimizer = _made("optimizer", self.optimizer_cls, parameters, self.optimizer_kwargs)
+        scaled = scale_rates(optimizer, self.lr_scaling, world_size)  # before the scheduler, which starts from these rates
         if self.scheduler_cls is None:
-            return optimizer, None
+            return Built(optimizer, None, scaled)
+        before = [group.get("lr") for group in optimizer.param_groups]
         scheduler = _made("scheduler", self.scheduler_cls, optimizer, self.scheduler_kwargs)
-        return optimizer, Scheduler(scheduler, self.scheduler_interval, self.scheduler_metric)
+        after = [group.get("initial_lr", rate) for group, rate in zip(optimizer.param_groups, before, strict=True)]
+        if self.lr_scaling is not None and list(map(float, after)) != list(map(float, before)):
+            raise ConfigError(
+                f"{type(scheduler).__name__} sets rates of its own: nothing is left of lr_scaling",
+                fix="leave lr_scaling out and multiply the scheduler's own rates, or take another scheduler",
+            )
+        factor = lr_factor(self.lr_scaling, world_size)
+        return Built(optimizer, Scheduler(scheduler, self.scheduler_interval, self.scheduler_metric, factor), scaled)
 
 
 OptimizerConfigs = OptimizerConfig | Sequence[OptimizerConfig] | Mapping[str, OptimizerConfig | Sequence[OptimizerConfig]]
 """One config, several over one model, or either by model name."""
+
+
+class Built(NamedTuple):
+    """What an :class:`OptimizerConfig` gives for a model; ``scaled`` is none where the rates are as declared."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler | None
+    scaled: ScaledRates | None
 
 
 def _made(what: str, made: Callable[..., Any], over: Any, settings: Mapping[str, Any]) -> Any:
@@ -96,10 +127,13 @@ def _made(what: str, made: Callable[..., Any], over: Any, settings: Mapping[str,
 
 
 class Scheduler:
-    """A torch scheduler with the moment at which it moves: each step taken, each epoch or each validation."""
+    """A torch scheduler with the moment at which it moves: each step taken, each epoch or each validation.
 
-    def __init__(self, scheduler: Any, interval: str = "step", metric: str | None = None) -> None:
-        self.scheduler, self.interval, self.metric = scheduler, interval, metric
+    ``factor`` is what the rates that it starts from were scaled by.
+    """
+
+    def __init__(self, scheduler: Any, interval: str = "step", metric: str | None = None, factor: float = 1.0) -> None:
+        self.scheduler, self.interval, self.metric, self.factor = scheduler, interval, metric, factor
         self._moves_by_step = metric is None and interval == "step"
         self._declared = copy.deepcopy(scheduler.state_dict())
 
@@ -125,12 +159,14 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """What training changed; a length or a factor that the code declares stays the code's after a resume."""
-        state = self.scheduler.state_dict()
-        return {k: v for k, v in state.items() if not _same(v, self._declared.get(k, _same))}
+        changed = {k: v for k, v in self.scheduler.state_dict().items() if not _same(v, self._declared.get(k, _same))}
+        return {**changed, KEY: self.factor} if changed and self.factor != 1.0 else changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave, over what the code declares."""
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
+        ratio = self.factor / state.get(KEY, 1.0)
+        kept = {k: v for k, v in state.items() if k != KEY}
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), **(kept if ratio == 1.0 else rescaled(kept, ratio))})
 
 
 def _same(a: Any, b: Any) -> bool:

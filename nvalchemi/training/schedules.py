@@ -1,4 +1,4 @@
-"""Shapes of a learning rate over a run: pure functions of how much of the run is over.
+"""Shapes of a learning rate over a run: pure functions of how much of the run is over, and two schedulers made of them.
 
 One shape serves runs that end after a number of steps and runs that end after a time; only the meaning of "over" differs.
 """
@@ -9,6 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from nvalchemi.errors import ConfigError
 
@@ -63,3 +66,45 @@ class Shape:
         if total < 1:
             raise ConfigError("a schedule needs at least one step", found=total)
         return lambda step: self(step / total, step)
+
+
+def warmup(optimizer: torch.optim.Optimizer, warmup_steps: int) -> LambdaLR:
+    """Raise the rate over the first steps, then hold it: for ``OptimizerConfig(scheduler_cls=warmup, scheduler_kwargs=...)``.
+
+    Parameters
+    ----------
+    optimizer
+        Whose rates to move.
+    warmup_steps
+        Optimizer steps over which the factor rises evenly from ``1 / (warmup_steps + 1)`` to 1. A rate that was scaled for many processes
+        needs it most (Goyal et al. 2017, arXiv:1706.02677, section 2.2).
+    """
+    shape = Shape(warmup_steps=warmup_steps)
+    return LambdaLR(optimizer, lambda step: shape(0.0, step))
+
+
+def warmup_cosine(optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
+    """Raise the rate over the first steps, then let it fall along half a cosine: for ``OptimizerConfig(scheduler_cls=warmup_cosine, ...)``.
+
+    Parameters
+    ----------
+    optimizer
+        Whose rates to move.
+    total_steps
+        Optimizer steps of the whole run. A run that ends by epochs has fewer of them on more processes.
+    warmup_steps
+        As in :func:`warmup`; the cosine begins after them.
+    final
+        The factor at the end (Loshchilov and Hutter 2017, arXiv:1608.03983).
+
+    Raises
+    ------
+    ConfigError
+        For a warm-up as long as the run.
+    """
+    if not warmup_steps < total_steps:
+        raise ConfigError(
+            "the warm-up is as long as the run", found=f"{warmup_steps} of {total_steps} steps", needed="fewer warmup_steps"
+        )
+    shape = Shape("cosine", hold=max(warmup_steps, 0) / total_steps, final=final, warmup_steps=warmup_steps)
+    return LambdaLR(optimizer, shape.over_steps(total_steps))

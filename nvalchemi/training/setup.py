@@ -141,11 +141,15 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
 def build_optimizers(ctx: TrainContext, configs: Any) -> None:
     """Optimizers and schedulers, over the parameters as the hooks of SETUP left them."""
     for name, (model, config) in normalise(configs, ctx.models).items():
-        optimizer, scheduler = config.build(ctx.models[model], name)
-        ctx.optimizers[name] = optimizer
+        built = config.build(ctx.models[model], name, ctx.manager.world_size)
+        ctx.optimizers[name] = built.optimizer
         ctx.trained.setdefault(model, []).append(name)
-        if scheduler is not None:
-            ctx.schedulers[name] = scheduler
+        if built.scheduler is not None:
+            ctx.schedulers[name] = built.scheduler
+        if built.scaled is not None:
+            ctx.scaled_rates[name] = built.scaled
+            if ctx.manager.rank == 0:
+                logger.info("%s", built.scaled)
     owners: dict[int, str] = {}
     for name, optimizer in ctx.optimizers.items():
         for group in optimizer.param_groups:

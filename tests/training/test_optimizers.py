@@ -13,7 +13,7 @@ def test_parameter_groups():
     def groups(model):
         return [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
 
-    optimizer, scheduler = OptimizerConfig(SGD, {"lr": 0.1}, parameters=groups).build(nn.Linear(2, 1), "main")
+    optimizer, scheduler, _ = OptimizerConfig(SGD, {"lr": 0.1}, parameters=groups).build(nn.Linear(2, 1), "main")
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.1]
     assert scheduler is None
 
@@ -44,7 +44,7 @@ def test_wrong_declarations(arguments, words):
 
 
 def build(**kwargs):
-    return OptimizerConfig(SGD, {"lr": 1.0}, **kwargs).build(nn.Linear(1, 1), "main")
+    return OptimizerConfig(SGD, {"lr": 1.0}, **kwargs).build(nn.Linear(1, 1), "main")[:2]
 
 
 def test_each_scheduler_moves_at_its_own_moment():

@@ -1,0 +1,17 @@
+"""Two ranks take the rates that their world asks for, and one of them says so."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_rates_of_two_ranks(ranks):
+    words = "SGD: lr 0.01 × 2 (linear in the world size, 2) = 0.02"
+    first, second = ranks.call("tests.distributed.rates_cases:scaled", "linear")
+    assert first == ({"model": 0.02}, {"model": words}, [words])
+    assert second == ({"model": 0.02}, {"model": words}, [])
+
+
+def test_rates_as_declared(ranks):
+    for rates, scaled, said in ranks.call("tests.distributed.rates_cases:scaled", None):
+        assert rates == {"model": pytest.approx(0.01)} and scaled == {} and said == []
