@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvalchemi.data.datapipes.array_zarr import ArrayZarrReader, ArrayZarrWriter
+    from nvalchemi.data.datapipes.block_shuffle import BlockPermutation, BlockShuffleSampler
     from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
     from nvalchemi.data.datapipes.dataset import BaseDataset, Dataset, collate
     from nvalchemi.data.datapipes.in_memory import InMemoryDataset
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
     from nvalchemi.data.datapipes.multidataset import MultiDataset
     from nvalchemi.data.datapipes.permutation import Permutation
-    from nvalchemi.data.datapipes.reader import Reader
+    from nvalchemi.data.datapipes.pre_sharded import PreShardedSampler, deal_stores
+    from nvalchemi.data.datapipes.reader import Reader, StoredInBlocks
     from nvalchemi.data.datapipes.samplers import (
         BatchSampler,
         DistributedSampler,
@@ -38,6 +40,8 @@ _HOME = {
     "AtomicDataZarrWriter": "zarr_writer",
     "BaseDataset": "dataset",
     "BatchSampler": "samplers",
+    "BlockPermutation": "block_shuffle",
+    "BlockShuffleSampler": "block_shuffle",
     "DataLoader": "loader",
     "Dataset": "dataset",
     "DistributedSampler": "samplers",
@@ -48,10 +52,13 @@ _HOME = {
     "MultiDatasetBatchSampler": "multi_samplers",
     "MultiDatasetSampler": "multi_samplers",
     "Permutation": "permutation",
+    "PreShardedSampler": "pre_sharded",
     "RandomSampler": "samplers",
     "Reader": "reader",
     "SequentialSampler": "samplers",
+    "StoredInBlocks": "reader",
     "collate": "dataset",
+    "deal_stores": "pre_sharded",
     "shard_loader": "sharding",
 }
 
@@ -63,6 +70,8 @@ __all__ = [
     "AtomicDataZarrWriter",
     "BaseDataset",
     "BatchSampler",
+    "BlockPermutation",
+    "BlockShuffleSampler",
     "DataLoader",
     "Dataset",
     "DistributedSampler",
@@ -73,10 +82,13 @@ __all__ = [
     "MultiDatasetBatchSampler",
     "MultiDatasetSampler",
     "Permutation",
+    "PreShardedSampler",
     "RandomSampler",
     "Reader",
     "SequentialSampler",
+    "StoredInBlocks",
     "collate",
+    "deal_stores",
     "shard_loader",
 ]
 

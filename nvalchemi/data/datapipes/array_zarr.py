@@ -191,6 +191,16 @@ class ArrayZarrReader:
         """What the writer was given as ``metadata``."""
         return dict(self._store.record.metadata)
 
+    @property
+    def block_size(self) -> int:
+        """Samples in four chunks of the array that has the most; see `StoredInBlocks`."""
+        return self._store.block_size(len(self), list(self._paths.values()))
+
+    @property
+    def cached_samples(self) -> int:
+        """Samples whose chunks ``cache_bytes`` holds."""
+        return self._store.cached_samples(len(self), list(self._paths.values()))
+
     def read_many(self, indices: Indices) -> torch.Tensor | dict[str, torch.Tensor]:
         """The samples ``indices``, in the order asked for, repeats allowed.
 

@@ -49,6 +49,10 @@ class ChunkCache:
         """Memory of one decoded chunk."""
         return self._spec.row_bytes * self._spec.chunk_rows
 
+    def kept(self, samples: int) -> int:
+        """How many of ``samples`` samples, which all rows belong to, the slots hold on the average."""
+        return samples if self._resident else samples * self._slots * self._spec.chunk_rows // self._rows
+
     def resize(self, slots: int) -> None:
         """Forget what was decoded and keep up to ``slots`` chunks from now on."""
         self._slots = max(1, min(slots, self.chunks))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
 from nvalchemi.data.datapipes.pipeline import Samples, sample_seeds
 from nvalchemi.data.datapipes.prefetch import Prefetcher, in_bursts
 from nvalchemi.data.datapipes.reader import Indices
 from nvalchemi.data.datapipes.samplers import (
     BatchSampler,
+    IndexSampler,
     RandomSampler,
     SequentialSampler,
     check_integer,
@@ -40,6 +42,14 @@ class ReadsBatches(Protocol):
     def read_many(self, indices: Indices, *, epoch: int = 0) -> Any: ...
 
 
+def _own_sampler(dataset: Sized, shuffle: bool | str, seed: int) -> IndexSampler:
+    if isinstance(shuffle, str):
+        if shuffle != "blocks":
+            raise ConfigError("shuffle is no such word", found=repr(shuffle), needed='True, False or "blocks"')
+        return BlockShuffleSampler(dataset, seed=seed)
+    return RandomSampler(dataset, seed) if shuffle else SequentialSampler(dataset)
+
+
 class DataLoader:
     """Batches of a data set, on the data set's device.
 
@@ -54,7 +64,8 @@ class DataLoader:
     batch_size
         Samples a batch.
     shuffle
-        A new order every epoch; `set_epoch` goes to that of an epoch.
+        A new order every epoch; `set_epoch` goes to that of an epoch. ``"blocks"`` is for stores larger than memory: blocks of
+        neighbours in random order, and mixed, so that each is read about once an epoch; see `BlockShuffleSampler`.
     drop_last
         Leave out a last batch that is not full.
     sampler
@@ -83,7 +94,7 @@ class DataLoader:
         self,
         dataset: ReadsBatches,
         batch_size: int = 1,
-        shuffle: bool = False,
+        shuffle: bool | Literal["blocks"] = False,
         drop_last: bool = False,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
@@ -108,7 +119,7 @@ class DataLoader:
             )
         if batch_sampler is None:
             if sampler is None:
-                sampler = RandomSampler(dataset, seed) if shuffle else SequentialSampler(dataset)
+                sampler = _own_sampler(dataset, shuffle, seed)
             elif shuffle:
                 raise ConfigError("a sampler decides the order", fix="leave out shuffle, or leave out sampler")
             batch_sampler = BatchSampler(sampler, batch_size, drop_last)

@@ -119,15 +119,15 @@ class Permutation:
         column = x - row * width
         for number, key in enumerate(self._keys):
             if number % 2:
-                column = _shifted(column, splitmix64(key, row), width)
+                column = shifted(column, splitmix64(key, row), width)
             else:
-                row = _shifted(row, splitmix64(key, column), height)
+                row = shifted(row, splitmix64(key, column), height)
         row *= width
         row += column
         return row
 
 
-def _shifted(value: NDArray[np.uint64], word: NDArray[np.uint64], modulus: np.uint64) -> NDArray[np.uint64]:
+def shifted(value: NDArray[np.uint64], word: NDArray[np.uint64], modulus: np.uint64) -> NDArray[np.uint64]:
     """``value + draw`` modulo ``modulus``, the draw made from the upper half of ``word`` by a multiplication (sides are below 2**32)."""
     word >>= _32
     word *= modulus

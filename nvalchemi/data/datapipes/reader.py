@@ -27,6 +27,21 @@ class Reads(Protocol):
     def read_many(self, indices: Any) -> Any: ...
 
 
+@runtime_checkable
+class StoredInBlocks(Protocol):
+    """A source that decodes samples of neighbouring numbers together, and keeps what it has decoded: what a shuffle by blocks goes by."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def block_size(self) -> int:
+        """Samples that are worth reading together: a few chunks of the array that has the most, on the average."""
+
+    @property
+    def cached_samples(self) -> int:
+        """How many samples, on the average, are kept decoded at a time."""
+
+
 class Reader(ABC):
     """A source of structures, read by number, many at a time.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.utils.data
 
+from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
 from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
 from nvalchemi.data.datapipes.loader import DataLoader
 from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
@@ -41,8 +42,8 @@ def shard_loader(
 
     The first of these that applies:
 
-    1. A loader that is distributed-aware already (`DistributedSamplerProtocol`) stays as it is. `AtomBudgetBatchSampler` and the samplers
-       of a `MultiDataset`, where they were not told their ranks, are told them and keep their settings.
+    1. A loader that is distributed-aware already (`DistributedSamplerProtocol`) stays as it is. `AtomBudgetBatchSampler`, `BlockShuffleSampler` and
+       the samplers of a `MultiDataset`, where they were not told their ranks, are told them and keep their settings.
     2. ``sampler_cls`` is given: the sampler that it makes.
     3. The data set is a `MultiDataset`: a `MultiDatasetBatchSampler`.
     4. Otherwise a `DistributedSampler`, in batches.
@@ -94,7 +95,7 @@ def shard_loader(
     else:
         made = _make(DistributedSampler, loader, defaults, kwargs)
     batches = made if _gives_batches(made) else BatchSampler(made, defaults["batch_size"] or 1, defaults["drop_last"])
-    return _rebuilt(loader, batches)
+    return rebuilt(loader, batches)
 
 
 def _check_kind(loader: Any) -> None:
@@ -134,10 +135,10 @@ def _as_it_is(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
     if num_replicas == sampler.num_replicas:
         return loader
     if isinstance(sampler, MultiDatasetBatchSampler | AtomBudgetBatchSampler) and sampler.undivided:
-        return _rebuilt(loader, sampler.divided(num_replicas, rank))
-    if isinstance(sampler, MultiDatasetSampler) and sampler.undivided:
+        return rebuilt(loader, sampler.divided(num_replicas, rank))
+    if isinstance(sampler, MultiDatasetSampler | BlockShuffleSampler) and sampler.undivided:
         order = _order_of(loader, replaced=True)
-        return _rebuilt(loader, BatchSampler(sampler.divided(num_replicas, rank), order["batch_size"], order["drop_last"]))
+        return rebuilt(loader, BatchSampler(sampler.divided(num_replicas, rank), order["batch_size"], order["drop_last"]))
     if sampler.num_replicas == 1:
         raise ConfigError(
             f"the loader's {type(sampler).__name__} gives all samples to one rank, and every rank would train on all of them",
@@ -210,7 +211,7 @@ def _gives_batches(sampler: Any) -> bool:
     return first is not None and not isinstance(first, int) and hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0
 
 
-def _rebuilt(loader: Any, batches: Any) -> Any:
+def rebuilt(loader: Any, batches: Any) -> Any:
     """The same loader with other batches."""
     if isinstance(loader, DataLoader):
         return loader.with_batch_sampler(batches)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from nvalchemi.data.datapipes.samplers import IndexSampler, Order
-from nvalchemi.data.datapipes.sharding import shard_loader
+from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
+from nvalchemi.data.datapipes.pre_sharded import PreShardedSampler
+from nvalchemi.data.datapipes.samplers import BatchSampler, IndexSampler, Order
+from nvalchemi.data.datapipes.sharding import rebuilt, shard_loader
 from nvalchemi.errors import ConfigError
 
 
@@ -46,6 +48,12 @@ def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> I
     if isinstance(data, Sequence):
         return data[rank::num_replicas]
     sampler = getattr(data, "sampler", None)
+    if isinstance(sampler, BlockShuffleSampler) and sampler.undivided:  # validation needs no order, and no repeats
+        share = ShareSampler(sampler.dataset_length, num_replicas, rank)
+        return rebuilt(data, BatchSampler(share, data.batch_size))  # type: ignore[attr-defined,no-any-return]
+    if isinstance(sampler, PreShardedSampler):  # all that the owner has, once
+        share = ShareSampler(sampler.size, sampler.ranks_per_store, sampler.place)
+        return rebuilt(data, BatchSampler(share, data.batch_size))  # type: ignore[attr-defined,no-any-return]
     if all(hasattr(sampler, name) for name in ("num_replicas", "rank", "set_epoch")):
         if isinstance(sampler, ShareSampler):
             return data

@@ -17,6 +17,10 @@ CACHE_BYTES = 512 * 1024**2
 """Memory for decoded chunks, of all arrays of a store together."""
 
 
+CHUNKS_PER_BLOCK = 4
+"""Chunks that a shuffle by blocks keeps together. Blocks of structures begin within a chunk, so one in so many is decoded twice."""
+
+
 class _State:
     """What a process owns: the lock, and the decoded chunks that it guards."""
 
@@ -124,6 +128,16 @@ class StoreReader:
     def decoded(self) -> int:
         """How many chunks this process has decoded, for tests and benchmarks."""
         return sum(cache.decoded for cache in self.state.caches.values())
+
+    def block_size(self, samples: int, arrays: list[str]) -> int:
+        """How many of ``samples`` samples, on the average, `CHUNKS_PER_BLOCK` chunks hold, of the array that has the most of them."""
+        specs = ((self.record.rows[self.record.arrays[path].level], self.record.arrays[path]) for path in arrays)
+        return max(1, min((samples * CHUNKS_PER_BLOCK * spec.chunk_rows // rows for rows, spec in specs if rows), default=1))
+
+    def cached_samples(self, samples: int, arrays: list[str]) -> int:
+        """How many of ``samples`` samples, on the average, are kept decoded in this process."""
+        caches = self.state.caches
+        return min((caches[path].kept(samples) for path in arrays), default=samples)
 
     def verify(self) -> None:
         """Decode every chunk of every array.

@@ -117,6 +117,16 @@ class AtomicDataZarrReader(Reader):
         """(n,) int64: stored edges of each structure."""
         return self._counts("edge")
 
+    @property
+    def block_size(self) -> int:
+        """Structures in four chunks, on the average; see `StoredInBlocks`."""
+        return self._store.block_size(len(self), self._paths)
+
+    @property
+    def cached_samples(self) -> int:
+        """Structures whose chunks ``cache_bytes`` holds, on the average."""
+        return self._store.cached_samples(len(self), self._paths)
+
     def __repr__(self) -> str:
         return f"AtomicDataZarrReader({self.name!r}, {len(self)} structures: {', '.join(self.field_names)})"
 
