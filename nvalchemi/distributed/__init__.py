@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, gather
-from nvalchemi.distributed.manager import DistributedManager, Manager, SingleProcess, single_process
+from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, exchange, gather
+from nvalchemi.distributed.manager import DistributedManager, Manager, SingleProcess, members, single_process
 
 __all__ = [
     "DistributedManager",
@@ -14,6 +14,8 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "exchange",
     "gather",
+    "members",
     "single_process",
 ]

@@ -46,7 +46,7 @@ def all_reduce(tensor: Tensor, manager: Manager, op: str = "sum") -> Tensor:
     if not manager.distributed:
         return tensor
     result = tensor.detach().clone().contiguous()
-    dist.all_reduce(result, op=_OPERATIONS[op])
+    dist.all_reduce(result, op=_OPERATIONS[op], group=manager.group())
     return result
 
 
@@ -64,19 +64,19 @@ def gather(value: Any, manager: Manager) -> list[Any]:
         return [value]
     if not isinstance(value, Tensor):
         objects: list[Any] = [None] * manager.world_size
-        dist.all_gather_object(objects, value)
+        dist.all_gather_object(objects, value, group=manager.group())
         return objects
     if value.dim() == 0:
         return [row[0] for row in gather(value[None], manager)]
     value = value.detach().contiguous()
     length = torch.tensor([value.shape[0]], dtype=torch.int64, device=value.device)
     lengths = [torch.empty_like(length) for _ in range(manager.world_size)]
-    dist.all_gather(lengths, length)
+    dist.all_gather(lengths, length, group=manager.group())
     rows = [int(n) for n in lengths]
     padded = value.new_zeros((max(rows), *value.shape[1:]))
     padded[: value.shape[0]] = value
     parts = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=manager.group())
     return [part[:n] for part, n in zip(parts, rows, strict=True)]
 
 
@@ -96,11 +96,36 @@ def broadcast(value: Any, manager: Manager, source: int = 0) -> Any:
         return value
     if isinstance(value, Tensor):
         result = value.detach().clone().contiguous()
-        dist.broadcast(result, src=source)
+        dist.broadcast(result, group=manager.group(), group_src=source)
         return result
     objects = [value]
-    dist.broadcast_object_list(objects, src=source)
+    dist.broadcast_object_list(objects, group=manager.group(), group_src=source)
     return objects[0]
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], manager: Manager) -> Tensor:
+    """Rows from every rank to every rank, in one all-to-all.
+
+    Parameters
+    ----------
+    rows
+        (sum of ``send``, ...): first the rows for rank 0, then those for rank 1, and so on. Not changed, and cut from its graph where
+        there are several ranks.
+    send, receive
+        Rows for each rank, and rows from each rank; what one sends, the other must receive.
+    manager
+        Who the ranks are.
+
+    Returns
+    -------
+    Tensor
+        (sum of ``receive``, ...), in the order of the ranks that sent them; ``rows`` itself in one process.
+    """
+    if not manager.distributed:
+        return rows
+    result = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(result, rows.detach().contiguous(), list(receive), list(send), group=manager.group())
+    return result
 
 
 def agree(numbers: Sequence[float], manager: Manager) -> list[float]:
@@ -110,14 +135,15 @@ def agree(numbers: Sequence[float], manager: Manager) -> list[float]:
     """
     if not manager.distributed:
         return list(numbers)
-    device = torch.device("cpu") if _talks_on_cpu() else manager.device
+    group = manager.group()
+    device = torch.device("cpu") if _talks_on_cpu(group) else manager.device
     sums = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=group)
     return sums.tolist()  # type: ignore[no-any-return]
 
 
-def _talks_on_cpu() -> bool:
-    return "cpu" in dist.get_backend_config()
+def _talks_on_cpu(group: dist.ProcessGroup | None) -> bool:
+    return "cpu" in dist.get_backend_config(group)
 
 
 def any_rank(flag: bool, manager: Manager) -> bool:
@@ -130,4 +156,4 @@ def any_rank(flag: bool, manager: Manager) -> bool:
 def barrier(manager: Manager) -> None:
     """Wait until every rank has come here."""
     if manager.distributed:
-        dist.barrier()
+        dist.barrier(group=manager.group())

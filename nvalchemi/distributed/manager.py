@@ -50,6 +50,9 @@ class Manager(Protocol):
     def cuda(self) -> bool:
         """Whether the device is a CUDA device."""
 
+    def group(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """The process group of a name; without one, that of all ranks, where none is torch's word for everybody."""
+
 
 @dataclass(frozen=True)
 class SingleProcess:
@@ -79,6 +82,60 @@ def single_process(device: str | torch.device | None = None) -> SingleProcess:
         Where to compute; none means the first GPU where there is one, the CPU otherwise.
     """
     return SingleProcess(torch.device(device) if device is not None else _device_of(0))
+
+
+@dataclass(frozen=True)
+class GroupMember:
+    """A manager for the ranks of one process group, numbered within it; made by :func:`members`."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool = True
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, as its device tells."""
+        return self.device.index or 0
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"
+
+    def group(self, name: str | None = None) -> dist.ProcessGroup:
+        """The process group that the ranks talk through."""
+        return self.process_group
+
+
+def members(group: dist.ProcessGroup | Manager | None = None) -> Manager:
+    """Who takes part in a collective: a torch process group, a manager's ranks, or everybody.
+
+    Parameters
+    ----------
+    group
+        A process group, whose ranks are then counted within it; a manager, which is given back; none for all processes of the run,
+        which is this one alone where torch knows no process group.
+
+    Raises
+    ------
+    ConfigError
+        For a process group that this process is no part of.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return single_process()
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        group = everybody
+    if isinstance(group, dist.ProcessGroup):
+        accelerator = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if accelerator else torch.device("cpu")
+        return GroupMember(group, dist.get_rank(group), dist.get_world_size(group), device)
+    if isinstance(group, int):  # what torch.distributed.new_group gives to the ranks that are left out
+        raise ConfigError("this process is no part of the process group", found=group, fix="give it a group that it is in")
+    return group
 
 
 class _Forwarding(type):
@@ -189,6 +246,10 @@ class DistributedManager(metaclass=_Forwarding):
     def cuda(self) -> bool:
         """Whether the device is a CUDA device."""
         return self.device.type == "cuda"
+
+    def group(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """The process group of a name that PhysicsNeMo made; none, which is everybody, without a name."""
+        return _physicsnemo()().group(name)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is PhysicsNeMo's manager, over the same state."""
