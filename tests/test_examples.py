@@ -14,6 +14,7 @@ from nvalchemi.cli.config import load_config
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+ON_RANKS = [path for path in EXAMPLES if "intermediate" in path.parts]
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
@@ -22,6 +23,19 @@ def test_example_runs(path, tmp_path):
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ON_RANKS, ids=lambda path: path.stem)
+def test_example_runs_on_two_ranks(path, tmp_path):
+    """The same program under torchrun; it says what it did once."""
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(set(lines)) and "2 process(es)" in done.stdout
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

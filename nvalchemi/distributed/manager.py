@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from nvalchemi.errors import ConfigError
 
 METHOD_VARIABLE = "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"
 DEFAULT_PORT = 12355
+Backend = Literal["auto", "gloo", "nccl"]
 
 
 class Manager(Protocol):
@@ -81,7 +82,7 @@ def single_process(device: str | torch.device | None = None) -> SingleProcess:
     device
         Where to compute; none means the first GPU where there is one, the CPU otherwise.
     """
-    return SingleProcess(torch.device(device) if device is not None else _device_of(0))
+    return SingleProcess(torch.device(device) if device is not None else _Place(0, 1, 0, "None").device(_gpus("auto")))
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class DistributedManager(metaclass=_Forwarding):
         return bool(_physicsnemo().is_initialized())
 
     @classmethod
-    def initialize(cls, *, timeout: timedelta | None = None) -> None:
+    def initialize(cls, *, backend: Backend = "auto", timeout: timedelta | None = None) -> None:
         """Find this process's place from torchrun's, SLURM's or Open MPI's variables and join the process group; once is enough.
 
         A plain process (none of those variables) gets rank 0 of 1 and no process group. Where a process group exists already, its
@@ -185,26 +186,31 @@ class DistributedManager(metaclass=_Forwarding):
 
         Parameters
         ----------
+        backend
+            ``"nccl"``: a GPU each, which talk through NCCL. ``"gloo"``: compute on the CPU and talk through gloo, also where there are
+            GPUs. ``"auto"``: NCCL where there are GPUs, gloo otherwise.
         timeout
             How long to wait for the other ranks, here and in each collective; none means torch's own limit.
 
         Raises
         ------
         ConfigError
-            When the launcher's variables are incomplete or contradict each other, or the machine has fewer GPUs than local ranks.
+            When the launcher's variables are incomplete or contradict each other, the machine has fewer GPUs than local ranks, or there
+            is no such backend.
         """
         if cls.is_initialized():
             return
-        place = _find_place(os.environ)
+        gpus = _gpus(backend)
+        place = _find_place(os.environ, gpus)
         if place is None and not (dist.is_available() and dist.is_initialized()):
-            _remember(rank=0, world_size=1, local_rank=0, distributed=False, method="None")
+            _remember(_Place(0, 1, 0, "None"), gpus, distributed=False)
             return
         if place is None:
             # somebody else has made the group; the ranks of one machine are taken to be neighbours, as launchers number them
-            place = _Place(dist.get_rank(), dist.get_world_size(), dist.get_rank() % max(torch.cuda.device_count(), 1), "group")
-        _join(place, timeout)
+            place = _Place(dist.get_rank(), dist.get_world_size(), dist.get_rank() % max(gpus, 1), "group")
+        _join(place, place.device(gpus), timeout)
         # said only now: PhysicsNeMo's exit handler destroys the group of an initialised manager, and would bury a failed start
-        _remember(place.rank, place.world_size, place.local_rank, distributed=True, method=place.method)
+        _remember(place, gpus, distributed=True)
         atexit.register(cls.cleanup)
 
     @classmethod
@@ -263,16 +269,35 @@ class DistributedManager(metaclass=_Forwarding):
 
 @dataclass(frozen=True)
 class _Place:
-    """What a launcher tells one process; ``address`` is none where torch finds the others by itself (``env://``)."""
+    """What a launcher tells one process.
+
+    ``address`` is none where torch finds the others by itself (``env://``). ``alone`` says that the launcher shows each process its own
+    GPU and no other, which is then number 0 for all of them.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     method: str
     address: str | None = None
+    alone: bool = False
+
+    def device(self, gpus: int) -> torch.device:
+        """The GPU of this process where it sees any, the CPU otherwise."""
+        return torch.device("cuda", 0 if self.alone else self.local_rank) if gpus else torch.device("cpu")
 
 
-def _find_place(environment: Mapping[str, str]) -> _Place | None:
+def _gpus(backend: Backend) -> int:
+    """How many GPUs of this machine a backend uses; starts no CUDA context."""
+    if backend not in get_args(Backend):
+        raise ConfigError("unknown backend", found=repr(backend), needed=", ".join(get_args(Backend)))
+    gpus = torch.cuda.device_count() if backend != "gloo" and torch.cuda.is_available() else 0
+    if backend == "nccl" and not gpus:
+        raise ConfigError("NCCL talks between GPUs, and this process sees none", fix='backend="gloo" or "auto"')
+    return gpus
+
+
+def _find_place(environment: Mapping[str, str], gpus: int = 0) -> _Place | None:
     """Read the launcher's variables; none means one plain process."""
     wanted = environment.get(METHOD_VARIABLE)
     if wanted not in (None, "ENV", "SLURM", "OPENMPI"):
@@ -282,7 +307,7 @@ def _find_place(environment: Mapping[str, str]) -> _Place | None:
     port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
     if wanted == "ENV" or (wanted is None and "RANK" in environment and "WORLD_SIZE" in environment):
         rank, size = _integers(environment, "RANK", "WORLD_SIZE")
-        local = _integers(environment, "LOCAL_RANK")[0] if "LOCAL_RANK" in environment else None
+        local = _integers(environment, "LOCAL_RANK")[0] if "LOCAL_RANK" in environment else rank % max(gpus, 1)
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
         if missing:
             raise ConfigError(
@@ -290,18 +315,20 @@ def _find_place(environment: Mapping[str, str]) -> _Place | None:
                 found=f"no {' and no '.join(missing)}",
                 fix="start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE for one process",
             )
-        return _checked(rank, size, local, "env", None)
+        return _checked(_Place(rank, size, local, "env"), gpus)
     if wanted == "SLURM" or (wanted is None and "SLURM_PROCID" in environment):
         if wanted is None and environment.get("SLURM_NPROCS", environment.get("SLURM_NTASKS", "1")) == "1":
             return None
         size_name = "SLURM_NPROCS" if "SLURM_NPROCS" in environment else "SLURM_NTASKS"
         rank, size, local_rank = _integers(environment, "SLURM_PROCID", size_name, "SLURM_LOCALID")
         address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or "localhost"
-        return _checked(rank, size, local_rank, "slurm", f"tcp://{address}:{port}")
+        alone = gpus == 1 and "SLURM_GPUS_PER_TASK" in environment
+        return _checked(_Place(rank, size, local_rank, "slurm", f"tcp://{address}:{port}", alone), gpus)
     if wanted == "OPENMPI" or (wanted is None and "OMPI_COMM_WORLD_RANK" in environment):
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
         rank, size, local_rank = _integers(environment, *names)
-        return _checked(rank, size, local_rank, "openmpi", f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{port}")
+        address = environment.get("MASTER_ADDR", "localhost")
+        return _checked(_Place(rank, size, local_rank, "openmpi", f"tcp://{address}:{port}"), gpus)
     return None
 
 
@@ -318,27 +345,25 @@ def _integers(environment: Mapping[str, str], *names: str) -> list[int]:
     return values
 
 
-def _checked(rank: int, world_size: int, local_rank: int | None, method: str, address: str | None) -> _Place:
+def _checked(place: _Place, gpus: int) -> _Place:
     """Refuse a place that cannot exist, before any process waits for another."""
-    if rank >= world_size:
+    if place.rank >= place.world_size:
         raise ConfigError(
-            "a rank outside the world", found=f"rank {rank} of {world_size}", fix="correct the launcher's variables"
+            "a rank outside the world",
+            found=f"rank {place.rank} of {place.world_size}",
+            fix="correct the launcher's variables",
         )
-    if local_rank is None:
-        local_rank = rank % max(torch.cuda.device_count(), 1)
-    gpus = torch.cuda.device_count()
-    if 0 < gpus <= local_rank:
+    if 0 < gpus <= place.local_rank and not place.alone:
         raise ConfigError(
             "more processes on this machine than GPUs",
-            found=f"local rank {local_rank}, {gpus} GPUs",
-            fix=f"start at most {gpus} processes here, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU",
+            found=f"local rank {place.local_rank}, {gpus} GPUs",
+            fix=f"start at most {gpus} processes here, or initialize(backend='gloo') to run on the CPU",
         )
-    return _Place(rank, world_size, local_rank, method, address)
+    return place
 
 
-def _join(place: _Place, timeout: timedelta | None) -> None:
+def _join(place: _Place, device: torch.device, timeout: timedelta | None) -> None:
     """Make the process group that a place asks for, unless there is one already."""
-    device = _device_of(place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
@@ -355,26 +380,21 @@ def _join(place: _Place, timeout: timedelta | None) -> None:
         dist.init_process_group(init_method=place.address, rank=place.rank, world_size=place.world_size, **options)
 
 
-def _remember(rank: int, world_size: int, local_rank: int, *, distributed: bool, method: str) -> None:
+def _remember(place: _Place, gpus: int, *, distributed: bool) -> None:
     """Write a place into the state that both manager classes share."""
     state = _physicsnemo()._shared_state
-    device = _device_of(local_rank)
+    device = place.device(gpus)
     state.update(
-        _rank=rank,
-        _world_size=world_size,
-        _local_rank=local_rank,
+        _rank=place.rank,
+        _world_size=place.world_size,
+        _local_rank=place.local_rank,
         _distributed=distributed,
         _device=device,
         _cuda=device.type == "cuda",
-        _initialization_method=method,
+        _initialization_method=place.method,
         _is_initialized=True,
     )
     _physicsnemo()()  # fills in the defaults that other versions of PhysicsNeMo may hold besides
-
-
-def _device_of(local_rank: int) -> torch.device:
-    """The GPU of a local rank where there are GPUs, the CPU otherwise; starts no CUDA context."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

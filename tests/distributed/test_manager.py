@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvalchemi.distributed import single_process
-from nvalchemi.distributed.manager import METHOD_VARIABLE, _find_place
+from nvalchemi.distributed.manager import METHOD_VARIABLE, _find_place, _gpus
 from nvalchemi.errors import ConfigError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -18,14 +18,8 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NPROCS": "8", "SLURM_LOCALID": "1", "SLURM_
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    """The answers must not depend on the machine that runs the tests."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
 def test_a_plain_environment_has_no_place():
-    assert _find_place({"HOME": "/home/somebody", "MASTER_ADDR": "10.0.0.1"}) is None
+    assert _find_place({"HOME": "/home/somebody", "MASTER_ADDR": "10.0.0.1"}, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -40,12 +34,12 @@ def test_a_plain_environment_has_no_place():
     ],
 )
 def test_launchers_are_understood(environment, expected):
-    place = _find_place(environment)
+    place = _find_place(environment, 0)
     assert (place.rank, place.world_size, place.local_rank, place.method, place.address) == expected
 
 
 def test_one_task_of_slurm_is_a_plain_process():
-    assert _find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) is None
+    assert _find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -61,13 +55,39 @@ def test_one_task_of_slurm_is_a_plain_process():
 )
 def test_broken_launchers_are_refused(environment, words):
     with pytest.raises(ConfigError, match=words):
-        _find_place(environment)
+        _find_place(environment, 0)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM, OPENMPI])
+def test_more_processes_than_gpus_are_refused(environment):
     with pytest.raises(ConfigError, match="1 GPUs"):
-        _find_place(TORCHRUN)
+        _find_place(environment, 1)
+
+
+def test_slurm_may_show_each_task_its_own_gpu_only():
+    place = _find_place(SLURM | {"SLURM_GPUS_PER_TASK": "1"}, 1)
+    assert (place.local_rank, place.device(1)) == (1, torch.device("cuda", 0))
+    place = _find_place(SLURM | {"SLURM_GPUS_PER_TASK": "1"}, 4)  # --gpu-bind=none shows all
+    assert (place.local_rank, place.device(4)) == (1, torch.device("cuda", 1))
+    assert place.device(0) == torch.device("cpu")
+
+
+def test_local_rank_is_guessed_from_the_number_of_gpus():
+    without = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"} | {"RANK": "3"}
+    assert _find_place(without, 2).local_rank == 1
+    assert _find_place(without, 0).local_rank == 0
+
+
+def test_backends(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert (_gpus("auto"), _gpus("nccl"), _gpus("gloo")) == (2, 2, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (_gpus("auto"), _gpus("gloo")) == (0, 0)
+    with pytest.raises(ConfigError, match="sees none"):
+        _gpus("nccl")
+    with pytest.raises(ConfigError, match="auto, gloo, nccl"):
+        _gpus("mpi")
 
 
 def test_single_process_stands_in():
