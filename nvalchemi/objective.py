@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import CheckpointError, ConfigError
 
 Count = float | int | Tensor
 
@@ -180,11 +180,106 @@ class SupervisedLoss(ABC):
         """Labels present for each part, from the batch alone."""
 
 
+class Terms(NamedTuple):
+    """What a loss makes of a batch.
+
+    Parameters
+    ----------
+    values
+        By name, one number a sample, (batch,); the loss is the sum of their means.
+    samples
+        What was drawn on the way, such as the negatives of contrastive divergence; None where that is of no use.
+    """
+
+    values: dict[str, Tensor]
+    samples: Any = None
+
+
+class ModelLoss(ABC):
+    """A loss that holds its model.
+
+    It works alone, ``loss_fn(x, generator=generator)``, and as the ``loss_fn`` of a
+    :class:`~nvalchemi.training.strategy.TrainingStrategy`, which gives each rank a generator of its own and puts together samples, not
+    means, of unequal micro-batches and ranks. It is no module: the model is trained, moved and saved by whoever owns it, and
+    `state_dict` holds nothing but what training changed in the loss. A value that is not finite stays so.
+
+    Parameters
+    ----------
+    model
+        What is trained.
+
+    Attributes
+    ----------
+    parts
+        Names of the terms.
+    rank_local
+        Whether each rank has a state of its own, such as its chains.
+    """
+
+    parts: tuple[str, ...] = ("loss",)
+    rank_local: bool = False
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{type(self).__name__} needs a model", found=type(model).__name__, needed="a torch module")
+        self.model = model
+
+    def __call__(
+        self, x: Any, *, generator: torch.Generator | None = None, step: int | None = None, **conditions: Any
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Give the loss, a scalar, or ``(loss, samples)`` where samples are drawn that a user may want to see.
+
+        Parameters
+        ----------
+        x
+            Data, (batch, ...) or, where the loss says so, a `nvalchemi.data.Batch`.
+        generator
+            Where noise and times come from, on the device of ``x``; None for torch's own.
+        step
+            Optimizer steps taken, for settings that are functions of it.
+        **conditions
+            Handed to the model by name, such as labels ``y``, one a sample.
+        """
+        values, samples = self.terms(self.model, x, generator=generator, step=step, conditions=conditions)
+        loss: Tensor | None = None
+        for value in values.values():
+            loss = value.mean() if loss is None else loss + value.mean()
+        assert loss is not None
+        return loss if samples is None else (loss, samples)
+
+    @abstractmethod
+    def terms(
+        self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
+    ) -> Terms:
+        """Give the terms of each sample by ``model``, which is ``self.model`` or what a wrapper of it has made of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training changed in the loss, the model aside; plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if state:
+            raise CheckpointError(f"{type(self).__name__} has no state", found=", ".join(state))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.model).__name__})"
+
+
 class Objective(ABC):
-    """What the loop minimises: ``objective(model, batch, generator=..., step=...)`` gives a :class:`LossOutput`."""
+    """What the loop minimises: ``objective(model, batch, generator=..., step=...)`` gives a :class:`LossOutput`.
+
+    Attributes
+    ----------
+    requires, labels
+        As of a :class:`SupervisedLoss`.
+    rank_local
+        Whether :meth:`state_dict` is each rank's own, as chains are; otherwise it is the same on all.
+    """
 
     requires: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
+    rank_local: bool = False
 
     @abstractmethod
     def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:

@@ -49,6 +49,19 @@ def input_gradients(energy: Tensor, inputs: Sequence[Tensor], *, create_graph: b
     return gradients
 
 
+def directional_derivative(outputs: Tensor, inputs: Tensor, direction: Tensor | None = None) -> Tensor:
+    """Give the gradient of the sum of ``direction`` times ``outputs`` with respect to ``inputs``, with its graph.
+
+    For outputs that are a gradient already this is the Hessian times ``direction``. ``outputs`` and ``direction`` have the same shape
+    (none means ones); the result has that of ``inputs``, and is zero where the outputs do not depend on them.
+    """
+    if not outputs.requires_grad:
+        return torch.zeros_like(inputs)
+    # summed here: given the direction, autograd would import sympy at its first call, which takes seconds
+    along = (outputs if direction is None else outputs * direction).sum()
+    return torch.autograd.grad(along, inputs, create_graph=True, materialize_grads=True)[0]
+
+
 def differentiable() -> AbstractContextManager[Any]:
     """Let graphs be built inside, whatever the mode outside (``no_grad`` or ``inference_mode``)."""
     return _out_of_inference() if torch.is_inference_mode_enabled() else torch.enable_grad()

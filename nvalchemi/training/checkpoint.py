@@ -86,13 +86,14 @@ def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
         "schedulers": {name: scheduler.state_dict() for name, scheduler in ctx.schedulers.items()},
         "update": ctx.update.state_dict(),
         "progress": ctx.progress.state_dict(),
-        "objective": ctx.objective.state_dict(),
+        "objective": {} if ctx.objective.rank_local else ctx.objective.state_dict(),
         "loader": ctx.cursor.described(),
         "optimizer_types": {name: type(optimizer).__name__ for name, optimizer in ctx.optimizers.items()},
         "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.SHARED and state},
     }
     own = {
         "generators": generator_states(ctx),
+        "objective": ctx.objective.state_dict() if ctx.objective.rank_local else {},
         "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.RANK_LOCAL and state},
     }
     return shared, own
@@ -130,7 +131,9 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
             state = shared[kind][name]
             _apply(f"{kind[:-1]} '{name}'", saved.path, lambda t=targets[name], s=state: t.load_state_dict(s))
     ctx.update.load_state_dict(shared["update"])
-    ctx.objective.load_state_dict(shared["objective"])
+    # files written before losses had chains have no state of them
+    objective = own.get("objective", {}) if ctx.objective.rank_local else shared["objective"]
+    _apply("the loss", saved.path, lambda: ctx.objective.load_state_dict(objective))
     ctx.progress.load_state_dict(shared["progress"])
     ctx.validation = saved.manifest.get("metrics")
     for hook in ctx.hooks:

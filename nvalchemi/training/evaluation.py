@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def _left_as_it_was(model: Any, objective: Objective | None, device: torch.devic
     models = [m for m in (model.values() if isinstance(model, Mapping) else [model]) if isinstance(m, nn.Module)]
     modes = [(module, module.training) for m in models for module in m.modules()]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream is what must be kept
-    chains = {k: v.clone() if isinstance(v, Tensor) else v for k, v in objective.state_dict().items()} if objective else {}
+    chains = copy.deepcopy(objective.state_dict()) if objective else {}
     devices = [device] if device.type != "cpu" else []
     try:
         for m in models:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.objective import Count, LossOutput, Objective, SupervisedLoss, num_samples
+from nvalchemi.objective import Count, LossOutput, LossPart, ModelLoss, Objective, SupervisedLoss, num_samples
 from nvalchemi.training.signatures import misfit
 
 
@@ -20,9 +21,10 @@ def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Object
     - an :class:`Objective` stays as it is;
     - a :class:`SupervisedLoss` compares what ``training_fn(model, batch)`` predicts (by default the model's own prediction of
       what the loss requires);
+    - a :class:`ModelLoss`, as the energy-based ones are, holds its model and needs no ``training_fn``;
     - any other callable with a ``training_fn`` is called as ``loss_fn(training_fn(model, batch), batch)``;
-    - any other callable alone is an energy-based loss that holds its model: ``loss_fn(batch, generator=generator)``, giving a
-      scalar or ``(scalar, samples)``.
+    - any other callable alone holds its model as well: ``loss_fn(batch, generator=generator)``, giving a scalar or
+      ``(scalar, samples)``.
     """
     if isinstance(loss_fn, Objective):
         if training_fn is not None:
@@ -30,6 +32,10 @@ def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Object
         return loss_fn
     if isinstance(loss_fn, SupervisedLoss):
         return SupervisedObjective(loss_fn, training_fn)
+    if isinstance(loss_fn, ModelLoss):
+        if training_fn is not None:
+            raise ConfigError(f"training_fn beside {type(loss_fn).__name__}, which calls its model itself", fix="drop training_fn")
+        return ModelObjective(loss_fn)
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(
             "loss_fn is no loss", found=repr(loss_fn), fix="give EnergyMSELoss() + 10.0 * ForceMSELoss(), or a callable"
@@ -123,8 +129,82 @@ class PredictionObjective(Objective):
         return as_output(self.loss_fn(self.training_fn(model, batch), batch), batch)
 
 
+class ModelObjective(Objective):
+    """A loss that holds its model: samples are counted, so that unequal micro-batches and ranks weigh by them."""
+
+    def __init__(self, loss_fn: ModelLoss) -> None:
+        self.loss_fn = loss_fn
+        self.rank_local = loss_fn.rank_local
+
+    def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
+        x, conditions = samples_and_conditions(batch)
+        values, samples = self.loss_fn.terms(
+            held_model(self.loss_fn, model), x, generator=generator, step=step, conditions=conditions
+        )
+        count = num_samples(x)
+        parts = {name: LossPart(None, count, mean=value.mean()) for name, value in values.items()}
+        return LossOutput.from_parts(parts, count, extra=samples)
+
+    def counts(self, batch: Any) -> dict[str, Count]:
+        return dict.fromkeys(self.loss_fn.parts, num_samples(batch))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loss_fn.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss_fn.load_state_dict(state)
+
+
+def samples_and_conditions(batch: Any) -> tuple[Any, dict[str, Any]]:
+    """What a loss that holds its model takes, of what a loader gives.
+
+    A tensor or a batch of structures is the samples; of named arrays ``"x"`` is, and the others are conditions of their names; of a
+    list or tuple the first is, and a second one is the labels ``y``.
+
+    Raises
+    ------
+    ConfigError
+        For anything else.
+    """
+    if isinstance(batch, Mapping) and "x" in batch:
+        return batch["x"], {name: value for name, value in batch.items() if name != "x"}
+    if isinstance(batch, (list, tuple)) and len(batch) in (1, 2) and isinstance(batch[0], Tensor):
+        return batch[0], {"y": batch[1]} if len(batch) == 2 else {}
+    if isinstance(batch, (Tensor, Batch)):
+        return batch, {}
+    found = f"names {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+    raise ConfigError(
+        "the loss does not know which of the batch are its samples",
+        found=found,
+        needed="a tensor, a Batch, (x, y), or a dict with x",
+    )
+
+
+def held_model(loss_fn: ModelLoss, models: Any) -> nn.Module:
+    """The loss's own model, or of the models of a run the one that wraps it: its forward is what sends gradients to other ranks.
+
+    Raises
+    ------
+    ConfigError
+        Where the loss holds a model that the run does not have.
+    """
+    own = loss_fn.model
+    candidates = list(models.values()) if isinstance(models, Mapping) else [models]
+    for model in candidates:
+        if model is own:
+            return own
+    for model in candidates:
+        if any(module is own for module in model.modules()):
+            return model
+    raise ConfigError(
+        f"{type(loss_fn).__name__} holds another model than those of the strategy",
+        found=type(own).__name__,
+        fix="give the loss and the strategy the same object",
+    )
+
+
 class SelfContainedObjective(Objective):
-    """A loss that holds its model and draws its noise from the given generator, as energy-based losses do."""
+    """A loss that holds its model and draws its noise from the given generator."""
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self.loss_fn = loss_fn

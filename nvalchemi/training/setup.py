@@ -13,12 +13,12 @@ from torch import nn
 
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import ConfigError
-from nvalchemi.objective import SupervisedLoss
+from nvalchemi.objective import ModelLoss, SupervisedLoss
 from nvalchemi.training import checkpoint
 from nvalchemi.training.context import Progress, TrainContext
 from nvalchemi.training.cursor import Cursor
 from nvalchemi.training.hook import Hook
-from nvalchemi.training.objectives import as_objective, only_model
+from nvalchemi.training.objectives import as_objective, held_model, only_model
 from nvalchemi.training.optimizers import normalise
 from nvalchemi.training.seeds import derive_seed
 from nvalchemi.training.validation import ValidationConfig
@@ -63,6 +63,8 @@ def check_declaration(strategy: TrainingStrategy) -> None:
             raise ConfigError(f"model '{name}' is no torch module", found=type(model).__name__)
     normalise(strategy.optimizer_configs, named_models(strategy.models))
     as_objective(strategy.loss_fn, strategy.training_fn)
+    if isinstance(strategy.loss_fn, ModelLoss):
+        held_model(strategy.loss_fn, strategy.models)
     if strategy.training_fn is None and isinstance(strategy.loss_fn, SupervisedLoss):
         only_model(strategy.models)
     check_kinds(strategy)

@@ -1,0 +1,43 @@
+"""What the losses of energy-based models share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nvalchemi.errors import ConfigError
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.objective import ModelLoss
+
+
+class ScalarEnergyLoss(ModelLoss):
+    """A loss of an energy, `nvalchemi.models.EnergyModel`."""
+
+    model: EnergyModel
+
+    def __init__(self, model: EnergyModel) -> None:
+        if not isinstance(model, EnergyModel):
+            raise ConfigError(
+                f"{type(self).__name__} trains an energy",
+                found=type(model).__name__,
+                needed="a nvalchemi.models.EnergyModel",
+                fix="derive the energy from EnergyModel and put its network into self.net",
+            )
+        super().__init__(model)
+
+
+def check_energy(energy: Tensor, samples: int) -> Tensor:
+    """One number a sample: anything else would be broadcast without notice."""
+    if energy.shape != (samples,):
+        raise ConfigError("the energy is not one number a sample", found=tuple(energy.shape), needed=f"({samples},)")
+    return energy
+
+
+def at_step(name: str, setting: Any, step: int | None) -> float:
+    """A number, or what a function of the step gives."""
+    if not callable(setting):
+        return float(setting)
+    if step is None:
+        raise ConfigError(f"{name} is a function of the step", found="no step", fix="call loss_fn(x, step=..., generator=...)")
+    return float(setting(step))
