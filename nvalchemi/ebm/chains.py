@@ -36,6 +36,16 @@ class Chains(ABC):
         """One value a chain, (size,), as a tensor that broadcasts against the positions."""
 
     @abstractmethod
+    def coordinates(self, values: Tensor) -> Tensor:
+        """One value a coordinate, the same in all chains, as a tensor that broadcasts against the positions.
+
+        Raises
+        ------
+        ConfigError
+            Where the shape is not that of one chain.
+        """
+
+    @abstractmethod
     def total(self, values: Tensor) -> Tensor:
         """The sum over each chain, (size,), of a tensor of the positions' shape."""
 
@@ -85,6 +95,14 @@ class DenseChains(Chains):
     def spread(self, values: Tensor) -> Tensor:
         """See `Chains.spread`."""
         return values.view(self._column)
+
+    def coordinates(self, values: Tensor) -> Tensor:
+        """See `Chains.coordinates`."""
+        if values.shape != self.start.shape[1:]:
+            raise ConfigError(
+                "one value a coordinate is needed", found=f"shape {tuple(values.shape)}", needed=str(tuple(self.start.shape[1:]))
+            )
+        return values.to(self.start)
 
     def total(self, values: Tensor) -> Tensor:
         """See `Chains.total`."""

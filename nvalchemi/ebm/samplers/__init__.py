@@ -1,6 +1,17 @@
 """Samplers: many chains at once, by one call, from the energy of a model."""
 
 from nvalchemi.ebm.samplers.base import Sampler
+from nvalchemi.ebm.samplers.descent import GradientDescentSampler, NesterovSampler
+from nvalchemi.ebm.samplers.hmc import HamiltonianMonteCarlo, MetropolisAdjustedLangevin
 from nvalchemi.ebm.samplers.langevin import LangevinDynamics
+from nvalchemi.ebm.samplers.underdamped import UnderdampedLangevin
 
-__all__ = ["LangevinDynamics", "Sampler"]
+__all__ = [
+    "GradientDescentSampler",
+    "HamiltonianMonteCarlo",
+    "LangevinDynamics",
+    "MetropolisAdjustedLangevin",
+    "NesterovSampler",
+    "Sampler",
+    "UnderdampedLangevin",
+]

@@ -13,7 +13,7 @@ from torch import Tensor
 from nvalchemi.ebm.chains import Chains, chains_of
 from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
 from nvalchemi.ebm.samplers.settings import Setting
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
 
 NOTHING: Mapping[str, Tensor] = {}
@@ -31,19 +31,41 @@ class Run:
         How often.
     generator
         Where random numbers come from; None is torch's default generator of the device.
+    diagnostics
+        Whether somebody wants the numbers that a sampler adds.
     """
 
     chains: Chains
     n_steps: int
     generator: torch.Generator | None
+    diagnostics: bool = False
 
     def normal(self, like: Tensor) -> Tensor:
         """Standard normal numbers in a new tensor like ``like``."""
         return torch.empty_like(like).normal_(generator=self.generator)
 
-    def uniform(self, like: Tensor) -> Tensor:
-        """Numbers uniform in [0, 1) in a new tensor like ``like``."""
-        return torch.empty_like(like).uniform_(generator=self.generator)
+    def uniform(self) -> Tensor:
+        """A number uniform in [0, 1) for each chain, (size,), at least float32."""
+        start = self.chains.start
+        dtype = torch.promote_types(start.dtype, torch.float32)
+        return torch.empty(self.chains.size, device=start.device, dtype=dtype).uniform_(generator=self.generator)
+
+
+def check_start(energy: Tensor, sampler: str) -> None:
+    """Refuse chains that begin where the energy is not finite: no test of acceptance could ever move them.
+
+    Raises
+    ------
+    TrainingError
+        Naming how many chains it were.
+    """
+    finite = torch.isfinite(energy)
+    if not finite.all():
+        raise TrainingError(
+            f"chains of {sampler} begin where the energy is not finite",
+            found=f"{int((~finite).sum())} of {len(energy)} chains with energy NaN or infinite",
+            fix="begin elsewhere",
+        )
 
 
 class Sampler(ABC):
@@ -132,7 +154,7 @@ class Sampler(ABC):
             Positions that are no longer finite.
         """
         with quiet(self.model):
-            run = Run(chains_of(x, dim, n_samples, self.model, generator), n_steps, generator)
+            run = Run(chains_of(x, dim, n_samples, self.model, generator), n_steps, generator, return_diagnostics)
             record = Record(run.chains, self.model, n_steps, thin, return_trajectory, return_diagnostics)
             state, seen, name = run.chains.start, 0, type(self).__name__
             with shown(progress, name) as report:

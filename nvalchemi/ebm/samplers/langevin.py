@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nvalchemi.ebm.chains import Chains
 from nvalchemi.ebm.samplers.base import NOTHING, Run, Sampler
-from nvalchemi.ebm.samplers.settings import Setting, Value, add_, changes, checked, root, value
+from nvalchemi.ebm.samplers.settings import Setting, Value, add_, changes, checked, root, spread, value
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
@@ -81,4 +81,5 @@ class LangevinDynamics(Sampler):
         """What the gradient and the noise are multiplied by at this step."""
         h = value("step_size", self.step_size, step, chains)
         temperature = value("temperature", self.temperature, step, chains)
-        return -h, value("noise_scale", self.noise_scale, step, chains) * root(2.0 * h * temperature)
+        noise = value("noise_scale", self.noise_scale, step, chains) * root(2.0 * h * temperature)
+        return spread(-h, chains), spread(noise, chains)

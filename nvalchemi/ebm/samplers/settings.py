@@ -34,7 +34,7 @@ def changes(*settings: Setting) -> bool:
 
 
 def value(name: str, setting: Setting, step: int, chains: Chains) -> Value:
-    """What a setting is at a step (from 0): a number, or a tensor that broadcasts against the positions.
+    """What a setting is at a step (from 0): a number, or a tensor of no dimension or (size,); see `spread`.
 
     Raises
     ------
@@ -50,8 +50,12 @@ def value(name: str, setting: Setting, step: int, chains: Chains) -> Value:
             found=f"shape {tuple(found.shape)} for {chains.size} samples",
             needed=f"a number, or one a sample: ({chains.size},)",
         )
-    found = found.to(chains.start)
-    return chains.spread(found) if found.ndim else found
+    return found.to(chains.start)
+
+
+def spread(number: Value, chains: Chains) -> Value:
+    """A value in the form in which it multiplies positions."""
+    return chains.spread(number) if isinstance(number, Tensor) and number.ndim else number
 
 
 def root(number: Value) -> Value:
