@@ -1,0 +1,189 @@
+"""Contrastive divergence, plain and with persistent chains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvalchemi.data import Batch
+from nvalchemi.distributed import Manager
+from nvalchemi.ebm.buffer import ReplayBuffer
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss, check_energy
+from nvalchemi.ebm.samplers import Sampler
+from nvalchemi.ebm.samples import positions
+from nvalchemi.errors import CheckpointError, ConfigError
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.objective import Terms
+
+
+class ContrastiveDivergence(ScalarEnergyLoss):
+    """Contrastive divergence.
+
+    ::
+
+        L = E_data E(x) - E_chains E(x') + w (E_data E(x)² + E_chains E(x')²)
+
+    The x' are where chains of the sampler are after ``k_steps``; no gradient goes through them, so that dL/dθ is the gradient of minus the
+    log-likelihood where the chains draw from exp(-E). The chains begin at the data (Hinton, Neural Comput. 14, 1771 (2002)) or, where
+    ``persistent``, go on from where they were (Tieleman, ICML 2008), some of them anew each time (Du and Mordatch, NeurIPS 2019, whose
+    penalty of weight w keeps energies near zero: only differences of energies are learned otherwise).
+
+    A call gives ``(loss, negatives)``.
+
+    Parameters
+    ----------
+    model
+        The energy, in units of kT unless the sampler has a temperature; of vectors (batch, ...) or of a `nvalchemi.data.Batch`.
+    sampler
+        A sampler of the same energy.
+    k_steps
+        Its steps at each call; 0 leaves the chains where they begin.
+    persistent
+        Keep the chains in `replay_buffer`.
+    buffer_size
+        Persistent chains on each rank.
+    new_sample_ratio
+        Of the chains drawn from the buffer, the part that begins anew: each with this chance.
+    init_steps
+        Steps of the sampler when the buffer is filled.
+    energy_reg_weight
+        w.
+    device
+        Where the buffer lies; by default where the samples are.
+
+    Notes
+    -----
+    New chains of vectors begin at standard normal noise, new chains of structures at structures of the batch at hand.
+    """
+
+    parts = ("contrastive", "regularization")
+
+    def __init__(
+        self,
+        model: EnergyModel,
+        sampler: Sampler,
+        k_steps: int = 10,
+        persistent: bool = False,
+        buffer_size: int = 10_000,
+        new_sample_ratio: float = 0.05,
+        init_steps: int = 100,
+        energy_reg_weight: float = 0.001,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(model)
+        given: Any = sampler
+        if not isinstance(given, Sampler) or given.model is not model:
+            raise ConfigError(
+                "the sampler does not sample the energy that is trained",
+                found=type(given).__name__,
+                needed="a sampler of nvalchemi.ebm.samplers that holds the same model",
+            )
+        if k_steps < 0 or init_steps < 0 or energy_reg_weight < 0 or not 0 <= new_sample_ratio <= 1:
+            raise ConfigError(
+                "contrastive divergence cannot be like this",
+                found=f"k_steps={k_steps}, init_steps={init_steps}, energy_reg_weight={energy_reg_weight}, "
+                f"new_sample_ratio={new_sample_ratio}",
+                needed="none below 0, and a ratio of at most 1",
+            )
+        self.sampler, self.k_steps, self.persistent = sampler, k_steps, persistent
+        self.buffer_size, self.new_sample_ratio, self.init_steps = buffer_size, new_sample_ratio, init_steps
+        self.energy_reg_weight = energy_reg_weight
+        self.replay_buffer = ReplayBuffer(buffer_size, device) if persistent else None
+        self.rank_local = persistent
+
+    def terms(
+        self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
+    ) -> Terms:
+        if conditions:
+            raise ConfigError("chains have no conditions", found=", ".join(conditions), needed="samples alone")
+        negatives = self.negatives(x, generator)
+        data, chains = both_energies(model, x, negatives)
+        values = {"contrastive": data - chains}
+        weight = self.energy_reg_weight
+        values["regularization"] = weight * (data.square() + chains.square()) if weight else torch.zeros_like(data)
+        return Terms(values, negatives)
+
+    def negatives(self, x: Any, generator: torch.Generator | None = None) -> Any:
+        """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved."""
+        buffer = self.replay_buffer
+        if buffer is None:
+            return self.sampler.sample(x=x, n_steps=self.k_steps, generator=generator)
+        if not buffer.is_initialized:
+            self.initialize_buffer(x, generator)
+        slots, start = buffer.draw(len(x), generator)
+        if self.new_sample_ratio:
+            start = self._renewed(start, x, generator)
+        ends = self.sampler.sample(x=start, n_steps=self.k_steps, generator=generator)
+        buffer.write(slots, ends)
+        return ends
+
+    def initialize_buffer(self, x: Any, generator: torch.Generator | None = None) -> None:
+        """Begin all persistent chains anew, and move each ``init_steps`` steps.
+
+        Parameters
+        ----------
+        x
+            A batch of data, which says what a sample is: (batch, ...), or structures, at which the chains then begin, each as often as any
+            other or once more.
+        generator
+            Where noise comes from.
+        """
+        buffer = self._buffer()
+        if isinstance(x, Batch):
+            start: Any = x.index_select(torch.arange(buffer.size) % len(x))
+        else:
+            start = torch.empty(buffer.size, *x.shape[1:], dtype=x.dtype, device=x.device).normal_(generator=generator)
+        if self.init_steps:
+            start = self.sampler.sample(x=start, n_steps=self.init_steps, generator=generator)
+        buffer.initialize(start)
+
+    def mix_buffer_across_ranks(self, group: Any | Manager | None = None, generator: torch.Generator | None = None) -> None:
+        """Deal the persistent chains of all ranks out anew, in one collective that every rank calls; see `ReplayBuffer.mix_across_ranks`."""
+        self._buffer().mix_across_ranks(group, generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The persistent chains of this rank."""
+        return {} if self.replay_buffer is None else {"replay_buffer": self.replay_buffer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the chains back, whether the buffer was filled or not.
+
+        Raises
+        ------
+        CheckpointError
+            Where there are chains and should be none, or none and should be some.
+        """
+        if ("replay_buffer" in state) != self.persistent:
+            raise CheckpointError(
+                "persistent chains were saved, and this loss has none" if state else "no persistent chains were saved",
+                fix=f"declare ContrastiveDivergence(persistent={bool(state)}), or take the weights alone with init_from",
+            )
+        if self.replay_buffer is not None:
+            self.replay_buffer.load_state_dict(state["replay_buffer"])
+
+    def _buffer(self) -> ReplayBuffer:
+        if self.replay_buffer is None:
+            raise ConfigError("these chains are not kept", fix="give ContrastiveDivergence(persistent=True)")
+        return self.replay_buffer
+
+    def _renewed(self, start: Any, x: Any, generator: torch.Generator | None) -> Any:
+        """The drawn chains, some of them at a new beginning."""
+        at = positions(x)
+        anew = torch.empty(len(x), device=at.device).uniform_(generator=generator) < self.new_sample_ratio
+        if isinstance(x, Batch):
+            old, new = start.to_data_list(), x.to_data_list()
+            return Batch.from_data_list([b if flag else a for a, b, flag in zip(old, new, anew.tolist(), strict=True)])
+        noise = torch.empty_like(start).normal_(generator=generator)
+        return torch.where(anew.to(start.device).reshape(-1, *[1] * (start.ndim - 1)), noise, start)
+
+
+def both_energies(model: Any, data: Any, samples: Any) -> tuple[Tensor, Tensor]:
+    """Energies of data and of samples, by one call where they are rows of a tensor."""
+    if isinstance(data, Batch):
+        return check_energy(model(data), len(data)), check_energy(model(samples), len(samples))
+    energies = check_energy(model(torch.cat([data, samples])), len(data) + len(samples))
+    ours, theirs = energies.split([len(data), len(samples)])
+    return ours, theirs

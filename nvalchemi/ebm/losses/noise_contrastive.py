@@ -1,0 +1,108 @@
+"""Noise-contrastive estimation: data told from noise of a known density."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.contrastive import both_energies
+from nvalchemi.errors import ConfigError
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.objective import Terms
+
+
+@runtime_checkable
+class NoiseDistribution(Protocol):
+    """A density that can be drawn from and evaluated."""
+
+    def sample(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        """As many samples as ``like`` has rows, of its shape, dtype and device."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density (batch,) at ``x`` (batch, ...), normalised."""
+
+
+class GaussianNoise:
+    """The normal distribution with independent coordinates.
+
+    Parameters
+    ----------
+    mean, std
+        Numbers, or tensors of the shape of a sample.
+    """
+
+    def __init__(self, mean: float | Tensor = 0.0, std: float | Tensor = 1.0) -> None:
+        if not bool((torch.as_tensor(std) > 0).all()):
+            raise ConfigError("no such noise", found=f"std={std}", needed="positive numbers")
+        self.mean, self.std = mean, std
+
+    @classmethod
+    def fit(cls, x: Tensor) -> GaussianNoise:
+        """Mean and standard deviation of each coordinate of data (n, ...)."""
+        return cls(x.mean(0), x.std(0))
+
+    def sample(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        """See `NoiseDistribution`."""
+        mean, std = self._at(like)
+        return mean + std * torch.empty_like(like).normal_(generator=generator)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """See `NoiseDistribution`."""
+        mean, std = self._at(x)
+        logs = -0.5 * ((x - mean) / std).square() - torch.log(std) - 0.5 * math.log(2 * math.pi)
+        return logs.flatten(1).sum(1)
+
+    def _at(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.as_tensor(self.mean).to(x), torch.as_tensor(self.std).to(x)
+
+
+class NoiseContrastiveEstimation(ScalarEnergyLoss):
+    """Noise-contrastive estimation.
+
+    ::
+
+        L = E_data softplus(-h(x)) + ν E_noise softplus(h(x')),        h = -E - log p_noise - log ν
+
+    the log-likelihood, with the sign changed, of telling data from ν times as much noise: Gutmann and Hyvärinen, AISTATS 2010 and JMLR 13,
+    307 (2012). At its minimum exp(-E) is the density of the data with its normalisation: give the energy's head a bias, which then learns
+    the log of the partition function.
+
+    A call gives ``(loss, noise)``.
+
+    Parameters
+    ----------
+    model
+        The energy of vectors (batch, ...), in units of kT.
+    noise_distribution
+        Has ``sample(like, generator)`` and ``log_prob(x)``; the standard normal by default. `GaussianNoise.fit` is nearer to the data.
+    noise_ratio
+        ν, a whole number.
+    """
+
+    def __init__(self, model: EnergyModel, noise_distribution: NoiseDistribution | None = None, noise_ratio: int = 1) -> None:
+        super().__init__(model)
+        ratio: Any = noise_ratio
+        if not isinstance(ratio, int) or ratio < 1:
+            raise ConfigError("no such ratio of noise to data", found=repr(ratio), needed="a whole number of at least 1")
+        noise: Any = GaussianNoise() if noise_distribution is None else noise_distribution
+        if not isinstance(noise, NoiseDistribution):
+            raise ConfigError("noise that cannot be drawn or evaluated", found=type(noise).__name__, needed="sample and log_prob")
+        self.noise_distribution, self.noise_ratio = noise, noise_ratio
+
+    def terms(
+        self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
+    ) -> Terms:
+        if conditions:
+            raise ConfigError("noise has no conditions", found=", ".join(conditions), needed="samples alone")
+        noise = self.noise_distribution.sample(x.repeat(self.noise_ratio, *[1] * (x.ndim - 1)), generator)
+        data, other = both_energies(model, x, noise)
+        offset = math.log(self.noise_ratio)
+        of_data = softplus(data + self.noise_distribution.log_prob(x) + offset)
+        of_noise = softplus(-other - self.noise_distribution.log_prob(noise) - offset)
+        return Terms({"loss": of_data + of_noise.reshape(self.noise_ratio, len(x)).sum(0)}, noise)

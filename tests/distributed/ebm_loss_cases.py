@@ -1,0 +1,116 @@
+"""What the ranks do in test_ebm_losses.py, and the same steps written by hand in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nvalchemi.ebm import losses
+from nvalchemi.ebm.samplers import LangevinDynamics
+from nvalchemi.models import MLPEnergy
+from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
+from nvalchemi.training.hooks import DDPHook
+from nvalchemi.training.seeds import derive_seed
+from tests.distributed.ddp_cases import own
+
+RATE, SEED = 0.05, 3
+
+
+def energy() -> MLPEnergy:
+    """A small energy whose head has a bias."""
+    torch.manual_seed(0)
+    return MLPEnergy(2, 6).double()
+
+
+def divergence(model: Any, **settings: Any) -> losses.ContrastiveDivergence:
+    sampler = LangevinDynamics(model, step_size=0.01)
+    return losses.ContrastiveDivergence(model, sampler, k_steps=3, energy_reg_weight=0.01, **settings)
+
+
+#: a model, and a loss of it
+CASES: dict[str, tuple[Any, Any]] = {
+    "score matching": (energy, losses.ScoreMatching),
+    "hutchinson": (energy, lambda m: losses.ScoreMatching(m, "hutchinson")),
+    "sliced": (energy, lambda m: losses.SlicedScoreMatching(m, 2)),
+    "denoising": (energy, lambda m: losses.DenoisingScoreMatching(m, 0.3)),
+    "denoising, many scales": (energy, lambda m: losses.DenoisingScoreMatching(m, [0.1, 1.0])),
+    "contrastive": (energy, divergence),
+    "persistent": (energy, lambda m: divergence(m, persistent=True, buffer_size=16, init_steps=2, new_sample_ratio=0.2)),
+    "noise contrastive": (energy, lambda m: losses.NoiseContrastiveEstimation(m, noise_ratio=2)),
+    "discrepancy": (energy, losses.EnergyDiscrepancy),
+}
+
+
+def rows(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+#: sizes of the micro-batches by rank; windows of `accumulate` of them are a step
+SHARES = {
+    "equal": (1, [[4, 4, 4], [4, 4, 4]]),
+    "unequal ranks": (1, [[2, 5], [7, 3]]),
+    "unequal micro-batches": (2, [[2, 5, 3], [7, 3, 1]]),
+}
+
+
+def batches_of(sizes: list[list[int]], rank: int) -> list[torch.Tensor]:
+    return [rows(count, 100 * rank + i) for i, count in enumerate(sizes[rank])]
+
+
+class Keep(Hook):
+    def __init__(self) -> None:
+        self.gradients: list[list[torch.Tensor]] = []
+        self.losses: list[float] = []
+
+    @on(TrainingStage.GRADIENTS_READY)
+    def look(self, ctx) -> None:
+        self.gradients.append([p.grad.clone() for p in ctx.model.parameters()])
+        self.losses.append(float(ctx.loss.total))
+
+
+def train(manager, name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
+    """Train a case on the rank's share."""
+    make_model, make_loss = CASES[name]
+    model, keep = make_model(), Keep()
+    strategy = TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": RATE}),
+        loss_fn=make_loss(model),
+        num_epochs=1,
+        accumulate=accumulate,
+        distributed_manager=manager,
+        seed=SEED,
+        hooks=[keep, DDPHook()],
+    )
+    strategy.run(own(batches_of(sizes, manager.rank), manager))
+    return {"gradients": keep.gradients, "losses": keep.losses, "weights": [p.detach() for p in model.parameters()]}
+
+
+def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
+    """The same batches and noise in one process: a plain loop, one loss and one generator for each rank."""
+    make_model, make_loss = CASES[name]
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    ranks = range(len(sizes))
+    loss_fns = [make_loss(model) for _ in ranks]
+    generators = [torch.Generator().manual_seed(derive_seed(SEED, "rank", rank)) for rank in ranks]
+    assert generators[0].initial_seed() != generators[1].initial_seed()
+    shares = [batches_of(sizes, rank) for rank in ranks]
+    result: dict[str, Any] = {"gradients": [], "losses": []}
+    for start in range(0, len(shares[0]), accumulate):
+        window = [share[start : start + accumulate] for share in shares]
+        count = sum(len(batch) for share in window for batch in share)
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in ranks:
+            for batch in window[rank]:
+                found = loss_fns[rank](batch, generator=generators[rank])
+                loss = (found[0] if isinstance(found, tuple) else found) * len(batch) / count
+                loss.backward()
+                total += loss.item()
+        result["gradients"].append([p.grad.clone() for p in model.parameters()])
+        result["losses"].append(total)
+        optimizer.step()
+    result["weights"] = [p.detach() for p in model.parameters()]
+    return result
