@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nvalchemi.distributed.collectives import broadcast
+from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.targets import Target
+from nvalchemi.errors import TrainingError
 
 CommHook = Callable[[Any, Any], Any]
 
 
 class Replicas:
     """The models of a run, each replicated on every rank; gradients are averaged over the ranks in the backward that asks for it.
+
+    Attributes
+    ----------
+    names
+        Which models are wrapped.
 
     Parameters
     ----------
@@ -42,6 +52,9 @@ class Replicas:
         **options: Any,
     ) -> None:
         options |= {} if broadcast_buffers else _without_broadcast()
+        self.names = list(names)
+        self._sends_buffers = broadcast_buffers
+        self._called: set[nn.Module] = set()
         self.targets: list[Target] = []
         self.wrapped: list[DistributedDataParallel] = []
         state, hook = comm_hook if isinstance(comm_hook, tuple) else (None, comm_hook)
@@ -49,6 +62,7 @@ class Replicas:
             replica = DistributedDataParallel(target.original, **options)
             if hook is not None:
                 replica.register_comm_hook(state, hook)
+            replica.register_forward_pre_hook(self._note)
             target.put(replica)
             self.targets.append(target)
             self.wrapped.append(replica)
@@ -60,6 +74,48 @@ class Replicas:
             for replica in self.wrapped:
                 stack.enter_context(replica.no_sync())
             yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Send, in the backward of what runs inside, the gradients of the whole step.
+
+        Raises
+        ------
+        TrainingError
+            Where some could not be sent. Torch alone would let each rank go on with its own, and say so at the next forward, if any.
+        """
+        self._called.clear()
+        yield
+        for name, replica in zip(self.names, self.wrapped, strict=True):
+            if replica in self._called:
+                self._check_sent(name, replica)
+            elif any(p.grad is not None for p in replica.parameters()):
+                raise TrainingError(
+                    f"model '{name}' was used in earlier micro-batches of the step and not in its last, which sends the gradients",
+                    fix="use it in every micro-batch, or accumulate=1",
+                )
+
+    def _note(self, replica: nn.Module, arguments: Any) -> None:
+        self._called.add(replica)
+
+    def _check_sent(self, name: str, replica: DistributedDataParallel) -> None:
+        try:
+            replica._check_reducer_finalized()
+        except RuntimeError as error:
+            raise TrainingError(
+                f"parameters of model '{name}' had no part in the loss of the step's last micro-batch, so that no gradient was sent",
+                found=", ".join(_without_gradient(replica, str(error))),
+                fix="DDPHook(find_unused_parameters=True), requires_grad_(False) for parameters that are never used, or a loss with "
+                "all of them in it",
+            ) from error
+
+    @torch.no_grad()
+    def align_buffers(self, manager: Manager) -> None:
+        """Give every rank the buffers (running means, counters) of rank 0, where they are rank 0's at each forward."""
+        if self._sends_buffers:
+            for target in self.targets:
+                for buffer in target.original.buffers():
+                    buffer.copy_(broadcast(buffer, manager))
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -81,3 +137,10 @@ def _without_broadcast() -> dict[str, Any]:
     # newer torch has another name for it and warns of the old one
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def _without_gradient(replica: DistributedDataParallel, said: str) -> list[str]:
+    # torch names parameters by their number; a gradient of an earlier micro-batch may be there
+    names = [name for name, parameter in replica.module.named_parameters() if parameter.requires_grad]
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+    return [names[int(number)] for number in numbers[1].split()] if numbers else [said]

@@ -34,7 +34,9 @@ def as_objective(loss_fn: Any, training_fn: Callable[..., Any] | None) -> Object
         return SupervisedObjective(loss_fn, training_fn)
     if isinstance(loss_fn, ModelLoss):
         if training_fn is not None:
-            raise ConfigError(f"training_fn beside {type(loss_fn).__name__}, which calls its model itself", fix="drop training_fn")
+            raise ConfigError(
+                f"training_fn beside {type(loss_fn).__name__}, which calls its model itself", fix="drop training_fn"
+            )
         return ModelObjective(loss_fn)
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(

@@ -87,7 +87,9 @@ class Conditional(EnergyModel):
         return self.net(torch.cat([x, y[:, None].to(x)], 1)).tanh().squeeze(1)
 
 
-@pytest.mark.parametrize("pack", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"y": y, "x": x}], ids=["tuple", "list", "dict"])
+@pytest.mark.parametrize(
+    "pack", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"y": y, "x": x}], ids=["tuple", "list", "dict"]
+)
 def test_labels_of_a_loader(pack):
     x, y = rows(4)[0], torch.arange(4)
     model = Conditional()
@@ -155,7 +157,10 @@ class Counting(ModelLoss):
 @pytest.mark.parametrize("rank_local", [False, True])
 def test_state_is_saved_and_taken_back(rank_local, tmp_path):
     """In the file of the rank where it is the rank's own; validation leaves it alone; a model is saved once."""
-    settings = {"hooks": [CheckpointHook(tmp_path, every=Every(steps=1))], "validation_config": ValidationConfig(validation_data=rows(2, 2))}
+    settings = {
+        "hooks": [CheckpointHook(tmp_path, every=Every(steps=1))],
+        "validation_config": ValidationConfig(validation_data=rows(2, 2)),
+    }
     _, ctx = train(lambda model: Counting(model, rank_local), rows(2, 2), **settings)
     assert float(ctx.objective.loss_fn.calls) == 2.0
     folder = sorted(tmp_path.glob("step-*"))[-1]

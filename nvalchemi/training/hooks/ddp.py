@@ -36,7 +36,8 @@ class DDPHook(Hook):
     model_keys
         Names of the models to wrap; by default all that are trained.
     find_unused_parameters, broadcast_buffers, static_graph, gradient_as_bucket_view
-        As in ``torch.nn.parallel.DistributedDataParallel``. ``static_graph`` excludes accumulation.
+        As in ``torch.nn.parallel.DistributedDataParallel``. ``static_graph`` excludes accumulation. With ``broadcast_buffers`` running
+        means and the like are rank 0's: at each forward, in validation and at the end; without, each rank keeps its own.
     process_group
         A group of all ranks to send gradients through; by default the default group.
     comm_hook
@@ -51,7 +52,8 @@ class DDPHook(Hook):
         For a model that does not exist or has nothing to train, learnable parameters outside the part that is wrapped, a process group of
         some ranks only, and data that cannot be divided.
     TrainingError
-        Where another rank's error ended the run: naming the rank and its error.
+        Where another rank's error ended the run: naming the rank and its error. Where parameters have no part in a step's loss, so that
+        torch sends no gradients: naming them.
     """
 
     order = Order.WRAP
@@ -131,18 +133,24 @@ class DDPHook(Hook):
     def hold_back(self, ctx: TrainContext) -> Iterator[None]:
         """Send gradients with the step's last micro-batch only; forward and backward must both know."""
         assert self._replicas is not None
-        if ctx.is_last_microbatch:
-            yield
-            return
-        with self._replicas.no_sync():
+        if not ctx.is_last_microbatch and self.options["static_graph"]:
+            raise ConfigError("static_graph excludes accumulation", found="a step of several micro-batches", fix="accumulate=1")
+        with self._replicas.sync() if ctx.is_last_microbatch else self._replicas.no_sync():
             yield
 
     @around(TrainingSpan.VALIDATION)
     def alone(self, ctx: TrainContext) -> Iterator[None]:
         """Shares of the validation data differ in size, so nothing may wait for another rank's forward."""
         assert self._replicas is not None
+        self._replicas.align_buffers(ctx.manager)
         with self._replicas.bare():
             yield
+
+    @on(TrainingStage.TRAINING_END)
+    def align(self, ctx: TrainContext) -> None:
+        """End with the same model on every rank, also where it has running means."""
+        assert self._replicas is not None
+        self._replicas.align_buffers(ctx.manager)
 
     def _restore(self) -> None:
         if self._replicas is not None:
