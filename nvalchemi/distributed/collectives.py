@@ -136,7 +136,7 @@ def agree(numbers: Sequence[float], manager: Manager) -> list[float]:
     if not manager.distributed:
         return list(numbers)
     group = manager.group()
-    device = torch.device("cpu") if _talks_on_cpu(group) else manager.device
+    device = manager.device if manager.cuda and not _talks_on_cpu(group) else torch.device("cpu")
     sums = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(sums, group=group)
     return sums.tolist()  # type: ignore[no-any-return]

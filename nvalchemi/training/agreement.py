@@ -1,28 +1,40 @@
-"""What ranks decide together, once a step: that each has a batch, that none has failed to read one, that the run is over.
+"""What ranks decide together: that each has a batch, that none has failed to read one, that the run is over.
 
-In one process nothing is asked and nothing is waited for.
+A step asks once, before its forward, and sends the counts of its labels along. In one process nothing is asked and nothing is waited
+for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from nvalchemi.distributed import Manager
-from nvalchemi.distributed.collectives import agree, gather
+from nvalchemi.distributed.collectives import agree, all_reduce, gather
 from nvalchemi.errors import TrainingError
+from nvalchemi.objective import Count
+from nvalchemi.training.totals import group_counts
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
 
 T = TypeVar("T")
+Step = tuple[list[Any], Mapping[str, Count] | None]
+
+SLOTS = 11  # counts that go with the question; a rank without a batch does not know how many there are, so their number is fixed
 
 logger = logging.getLogger("nvalchemi")
 
 
-def groups(ctx: TrainContext, size: int) -> Iterator[list[Any]]:
-    """Groups of ``size`` micro-batches, as long as every rank has one: where one rank's epoch ends, all ranks' do.
+def steps(ctx: TrainContext, size: int) -> Iterator[Step]:
+    """Groups of ``size`` micro-batches with the counts of their labels, up to the end of the epoch or of the run.
+
+    Where one rank's epoch ends, or one is told to stop, all ranks' do. The counts are those of all ranks; ``None`` where one micro-batch
+    is the whole step.
 
     Raises
     ------
@@ -30,21 +42,37 @@ def groups(ctx: TrainContext, size: int) -> Iterator[list[Any]]:
         Where another rank could not read its batch; that rank raises its own error.
     """
     own = ctx.cursor.groups(size)
-    return _together(ctx, own) if ctx.manager.distributed else own
+    return _together(ctx, own) if ctx.manager.distributed else _alone(ctx, own)
 
 
-def _together(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
+    for group in own:
+        yield group, None if len(group) == 1 else group_counts(ctx.objective, group)
+        if ctx.finished:
+            return
+
+
+def _together(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
     cursor, manager = ctx.cursor, ctx.manager
-    while True:
+    while not ctx.complete:
         group: list[Any] | None = None
+        counts: dict[str, Count] = {}
         error: Exception | None = None
+        stop = ctx.stop_reason is not None  # read once: a signal may change it at any time
         try:
-            group = next(own, None)
+            if not stop:  # who is to stop reads no further
+                group = next(own, None)
+                counts = {} if group is None else group_counts(ctx.objective, group)
         except Exception as raised:  # noqa: BLE001 - it is raised below, when the others know of it
             error = raised
-        ready, ended, failed = agree([group is not None, cursor.at_end, error is not None], manager)
+        apart, slots = _in_slots(counts, manager)
+        flags = [group is not None, cursor.at_end, error is not None, stop, apart]
+        ready, ended, failed, stopping, any_apart, *sums = agree([*flags, *slots], manager)
         if failed:
             raise_together(error, manager)
+        if stopping:
+            cursor.at_end = False  # what was read is not trained on
+            return
         everybody = int(ready) == manager.world_size
         if group is not None and not (everybody and cursor.at_end) and (ended or not everybody):
             logger.warning(
@@ -55,9 +83,21 @@ def _together(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[list[Any]
         cursor.at_end = bool(ended) or not everybody
         if group is None or not everybody:
             return
-        yield group
+        yield group, _sent_apart(counts, manager) if any_apart else dict(zip(counts, sums, strict=False))
         if cursor.at_end:
             return
+
+
+def _in_slots(counts: Mapping[str, Count], manager: Manager) -> tuple[bool, list[float]]:
+    """Whether counts have to be sent by themselves: they are many, or on an accelerator, which would be waited for; and the others."""
+    apart = len(counts) > SLOTS or (manager.cuda and any(isinstance(count, Tensor) for count in counts.values()))
+    numbers = [] if apart else [float(count) for count in counts.values()]
+    return apart, numbers + [0.0] * (SLOTS - len(numbers))
+
+
+def _sent_apart(counts: Mapping[str, Count], manager: Manager) -> dict[str, Count]:
+    table = torch.stack([torch.as_tensor(count, dtype=torch.float64, device=manager.device) for count in counts.values()])
+    return dict(zip(counts, all_reduce(table, manager).unbind(), strict=True))
 
 
 def raise_together(error: BaseException | None, manager: Manager) -> None:
@@ -71,10 +111,13 @@ def raise_together(error: BaseException | None, manager: Manager) -> None:
 
 def finished(ctx: TrainContext) -> bool:
     """Whether the run is over: on all ranks where any rank was told to stop, with the first one's reason."""
-    if not ctx.manager.distributed:
-        return ctx.finished
-    if agree([ctx.stop_reason is not None], ctx.manager)[0]:
-        ctx.stop_reason = next(reason for reason in gather(ctx.stop_reason, ctx.manager) if reason is not None)
+    asked = ctx.interrupt_asked
+    if ctx.manager.distributed:
+        stops, interrupts = agree([ctx.stop_reason is not None, asked], ctx.manager)
+        asked = bool(interrupts)
+        if stops:
+            ctx.stop_reason = next(reason for reason in gather(ctx.stop_reason, ctx.manager) if reason is not None)
+    ctx.interrupted = ctx.interrupted or asked
     return ctx.finished
 
 

@@ -113,8 +113,16 @@ class TrainContext:
         At LOSS_READY the micro-batch's, with its graph; from GRADIENTS_READY on the whole step's on all ranks, detached.
     step_taken
         Whether the last step's update was taken.
-    skip_reason, stop_reason
-        Why the current step's update is to be skipped; why the run ends.
+    skip_reason
+        Why the current step's update is skipped, on all ranks.
+    skip_request
+        Why this rank wants the current step's update to be skipped, as long as the ranks have not agreed on it.
+    stop_reason
+        Why the run ends.
+    interrupted
+        Whether the run ends because its process is wanted away, on all ranks: there is time to save and for nothing else.
+    interrupt_asked
+        Whether this rank was told so, as long as the ranks have not agreed on it.
     metrics
         Numbers for reporters, by name; tensors stay tensors until a reporter asks.
     validation
@@ -144,12 +152,15 @@ class TrainContext:
     scaled_rates: dict[str, ScaledRates] = field(default_factory=dict)
     group: list[Any] = field(default_factory=list)
     batch: Any = None
-    counts: dict[str, Count] | None = None
+    counts: Mapping[str, Count] | None = None
     loss: LossOutput | None = None
     is_last_microbatch: bool = True
     step_taken: bool = False
     skip_reason: str | None = None
+    skip_request: str | None = None
     stop_reason: str | None = None
+    interrupted: bool = False
+    interrupt_asked: bool = False
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     validation: dict[str, float] | None = None
     validation_data: Any = None
@@ -172,13 +183,16 @@ class TrainContext:
         return self.manager.device
 
     @property
-    def finished(self) -> bool:
-        """Whether the run is over: by steps, by epochs, or because somebody said :meth:`stop`."""
-        return (
-            self.stop_reason is not None
-            or (self.num_steps is not None and self.progress.step >= self.num_steps)
-            or (self.num_epochs is not None and self.progress.epoch >= self.num_epochs)
+    def complete(self) -> bool:
+        """Whether the run is over by steps or by epochs: the same on every rank."""
+        return (self.num_steps is not None and self.progress.step >= self.num_steps) or (
+            self.num_epochs is not None and self.progress.epoch >= self.num_epochs
         )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: it is complete, or somebody said :meth:`stop`."""
+        return self.stop_reason is not None or self.complete
 
     @property
     def fraction_done(self) -> float | None:
@@ -197,19 +211,35 @@ class TrainContext:
         return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
 
     def stop(self, reason: str) -> None:
-        """End the run after this step; the first reason given is kept."""
+        """End the run after this step, on all ranks where one says so; the first reason given is kept."""
         if self.stop_reason is None:
             self.stop_reason = reason
 
-    def skip_step(self, reason: str) -> None:
-        """Do not take this step's update; decide it from numbers that are the same on every rank."""
-        if self.skip_reason is None:
-            self.skip_reason = reason
+    def interrupt(self, reason: str) -> None:
+        """As :meth:`stop`, where time is short: a validation is cut short and made up for by the run that resumes."""
+        self.interrupt_asked = True
+        self.stop(reason)
 
-    def begin_step(self, group: list[Any], counts: dict[str, Count] | None) -> None:
+    def skip_step(self, reason: str, *, agreed: bool = False) -> None:
+        """Do not take this step's update: all ranks skip it where one says so, and the first reason given is kept.
+
+        Parameters
+        ----------
+        reason
+            Why.
+        agreed
+            Every rank says the same, from numbers that are the same on all of them. Then it holds at once. Otherwise, with several ranks, it
+            holds when they have told each other: after the backward, or before the update where it is said at GRADIENTS_READY.
+        """
+        if agreed or not self.manager.distributed:
+            self.skip_reason = self.skip_reason or reason
+        else:
+            self.skip_request = self.skip_request or reason
+
+    def begin_step(self, group: list[Any], counts: Mapping[str, Count] | None) -> None:
         """A new step over the micro-batches ``group``, whose labels add up to ``counts``."""
         self.group, self.counts = group, counts
-        self.loss = self.skip_reason = None
+        self.loss = self.skip_reason = self.skip_request = None
         self.step_taken = False
 
     def begin_microbatch(self, batch: Any, last: bool) -> None:

@@ -35,6 +35,7 @@ class FiniteHook(Hook):
 
     order = Order.SAVE  # after every hook that may skip the step
     name = "finite_weights"
+    agreed = True
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Tensor]] = []

@@ -108,6 +108,9 @@ class Hook:
         Roles that only one active hook may hold, such as ``"data_parallel"`` or ``"update"``.
     scope
         Whether :meth:`state_dict` is the same on all ranks.
+    agreed
+        Whether this hook skips steps, if any, from numbers that are the same on all ranks, on all of them. Otherwise, if it listens at
+        GRADIENTS_READY, ranks ask each other before each update whether one of them skips it.
     checkpoint_dir
         Where this hook writes checkpoints, for ``resume_from="latest"``; ``None`` for all others.
     """
@@ -115,6 +118,7 @@ class Hook:
     order: ClassVar[Order] = Order.OBSERVE
     claims: ClassVar[frozenset[str]] = frozenset()
     scope: ClassVar[Scope] = Scope.SHARED
+    agreed: ClassVar[bool] = False
     checkpoint_dir: Path | None = None
     name: str = "hook"
     _stage_methods: ClassVar[tuple[tuple[TrainingStage, str], ...]] = ()

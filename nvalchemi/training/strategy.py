@@ -11,15 +11,17 @@ from torch import nn
 
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import TrainingError
+from nvalchemi.objective import Count
 from nvalchemi.training import agreement, checkpoint
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
 from nvalchemi.training.optimizers import OptimizerConfigs
 from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
+from nvalchemi.training.skips import LateSkips
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.table import HookTable
-from nvalchemi.training.totals import step_counts, step_loss
+from nvalchemi.training.totals import step_loss
 from nvalchemi.training.update import Update
 from nvalchemi.training.validation import ValidationConfig, validation_hooks
 
@@ -95,7 +97,7 @@ class TrainingStrategy:
         """
         ctx = begin(self, loader)
         try:
-            own = [FiniteHook(), *validation_hooks(self.validation_config)]
+            own = [LateSkips(), FiniteHook(), *validation_hooks(self.validation_config)]
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader
@@ -110,10 +112,8 @@ class TrainingStrategy:
                     ctx.cursor.seek(ctx.progress)
                     if ctx.progress.batch == 0:
                         hooks.fire(TrainingStage.EPOCH_START, ctx)
-                    for group in agreement.groups(ctx, self.accumulate):
-                        self.train_step(group, ctx)
-                        if agreement.finished(ctx):
-                            break
+                    for group, counts in agreement.steps(ctx, self.accumulate):
+                        self.train_step(group, counts, ctx)
                     if ctx.cursor.at_end:
                         ctx.end_epoch()
                         hooks.fire(TrainingStage.EPOCH_END, ctx)
@@ -122,10 +122,10 @@ class TrainingStrategy:
             end(ctx)
         return ctx
 
-    def train_step(self, group: list[Any], ctx: TrainContext) -> None:
+    def train_step(self, group: list[Any], counts: Mapping[str, Count] | None, ctx: TrainContext) -> None:
         """One optimizer step over a group of micro-batches: the unit of counters, hooks and checkpoints."""
         hooks, update = ctx.hooks, ctx.update
-        ctx.begin_step(group, step_counts(ctx.objective, group, ctx.manager))
+        ctx.begin_step(group, counts)
         hooks.fire(TrainingStage.STEP_START, ctx)
         update.zero_grad()
         done = None
@@ -138,9 +138,9 @@ class TrainingStrategy:
                 update.backward(ctx.loss.over(ctx.counts, ctx.manager.world_size), last)
             ctx.loss = done = ctx.end_microbatch(done)
         assert done is not None  # a group holds at least one micro-batch
-        ctx.loss = step_loss(done, ctx.counts, ctx.manager)
+        ctx.loss = step_loss(done, ctx)
         if not update.unscale():
-            ctx.skip_step("the gradients overflowed at the present loss scale")
+            ctx.skip_step("the gradients overflowed at the present loss scale", agreed=True)
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)
         ctx.step_taken = update.discard() if ctx.skip_reason else update.step()
         ctx.progress.advance(len(group), ctx.loss.samples, ctx.step_taken)

@@ -27,7 +27,7 @@ class Ranks:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def call(self, case: str, *arguments: Any, limit: float = 60.0) -> list[Any]:
+    def call(self, case: str, *arguments: Any, limit: float = 100.0) -> list[Any]:
         """What ``case(manager, *arguments)`` gives on each rank, in order; an error of a rank is an AssertionError with its trace."""
         for pipe in self._pipes:
             pipe.send((case, arguments))

@@ -41,6 +41,25 @@ def test_a_loss_that_is_not_finite_ends_all(ranks):
     assert first["plain"] and second["plain"]
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("stage", ["LOSS_READY", "GRADIENTS_READY"])
+def test_a_skip_on_one_rank_is_everybodys(ranks, stage, spoilt):
+    first, second = ranks.call(f"{CASES}:skipped", stage, spoilt)
+    assert first["error"] is None and second["error"] is None
+    assert first["skips"] == second["skips"]
+    assert first["skips"] == [None, None, "rank 1: rank 1 does not like it", None, None, None]
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "count"), [((), 2), (("spike", "clip", "signals"), 2), (("undeclared",), 3)], ids=["none", "ours", "undeclared"]
+)
+def test_a_step_asks_as_seldom_as_can_be(ranks, hooks, count):
+    """Before the forward: whether to go on, with the counts. After the backward: the loss, with skips. No third time without need."""
+    for per_step in ranks.call(f"{CASES}:collectives", *hooks):
+        assert per_step[1:] == [count] * 3
+
+
 @pytest.mark.parametrize(("case", "steps"), [("stopped", 3), ("signalled", 3), ("early", 3)])
 def test_stops_are_everybodys(ranks, case, steps):
     first, second = ranks.call(f"{CASES}:{case}")

@@ -6,10 +6,11 @@ import signal
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
-from nvalchemi.training.hooks import DDPHook, EarlyStopHook, MetricsHook, SpikeHook, StopOnSignalHook
+from nvalchemi.training.hooks import DDPHook, EarlyStopHook, GradientClipHook, MetricsHook, SpikeHook, StopOnSignalHook
 from tests.distributed.ddp_cases import own
 
 
@@ -91,6 +92,81 @@ class StopOnOne(Hook):
     def end(self, ctx) -> None:
         if ctx.manager.rank == 1 and ctx.progress.step == 3:
             ctx.stop("rank 1 has seen enough")
+
+
+class SkipOnOne(Hook):
+    """Rank 1 alone wants its third step skipped."""
+
+    agreed = False
+
+    @on(TrainingStage.LOSS_READY)
+    def early(self, ctx) -> None:
+        if self.stage is TrainingStage.LOSS_READY:
+            self.decide(ctx)
+
+    @on(TrainingStage.GRADIENTS_READY)
+    def late(self, ctx) -> None:
+        if self.stage is TrainingStage.GRADIENTS_READY:
+            self.decide(ctx)
+
+    def __init__(self, stage) -> None:
+        self.stage = stage
+
+    def decide(self, ctx) -> None:
+        if ctx.manager.rank == 1 and ctx.progress.step == 2 and not ctx.progress.skipped:
+            ctx.skip_step("rank 1 does not like it")
+            ctx.skip_step("a second reason")
+
+
+def skipped(manager, stage, spoilt):
+    """One rank skips; its batch may also have a label that is not finite, which ends the run of those who do not skip."""
+    data = batches(6, manager.rank)
+    if spoilt and manager.rank == 1:
+        data[2][0, 2] = float("nan")
+    return run(manager, data, SkipOnOne(TrainingStage[stage]))
+
+
+class Count(Hook):
+    """How many collectives each step has asked for in Python; those of DDP are not among them."""
+
+    agreed = True
+
+    def __init__(self, calls) -> None:
+        self.calls, self.per_step = calls, []
+
+    @on(TrainingStage.STEP_END)
+    def end(self, ctx) -> None:
+        self.per_step.append(len(self.calls))
+        self.calls.clear()
+
+
+class Undeclared(Hook):
+    @on(TrainingStage.GRADIENTS_READY)
+    def look(self, ctx) -> None: ...
+
+
+def collectives(manager, *names):
+    """Collectives of each step of an epoch, with hooks by name."""
+    calls: list[str] = []
+    before = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast")}
+
+    def counting(name):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return before[name](*args, **kwargs)
+
+        return call
+
+    known = {"spike": SpikeHook, "clip": lambda: GradientClipHook(1.0), "undeclared": Undeclared, "signals": StopOnSignalHook}
+    count = Count(calls)
+    try:
+        for name in before:
+            setattr(dist, name, counting(name))
+        run(manager, batches(4, manager.rank), count, *(known[name]() for name in names), accumulate=1)
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+    return count.per_step
 
 
 def stopped(manager):

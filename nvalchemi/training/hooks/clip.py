@@ -36,6 +36,7 @@ class GradientClipHook(Hook):
     """
 
     order = Order.TRANSFORM
+    agreed = True
 
     def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:
         if not max_norm > 0 or not norm_type > 0 or math.isinf(max_norm):

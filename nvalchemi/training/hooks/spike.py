@@ -52,6 +52,7 @@ class SpikeHook(Hook):
     """
 
     order = Order.GUARD
+    agreed = True
 
     def __init__(self, factor: float | None = 10.0, window: int = 100, max_consecutive: int = 10) -> None:
         if (factor is not None and not factor > 1) or window < 5 or max_consecutive < 1:
@@ -122,7 +123,7 @@ class SpikeHook(Hook):
                 needed=f"at most {self.max_consecutive} in a row (SpikeHook's max_consecutive)",
                 fix="look at those structures' labels and geometry, or lower the learning rate",
             )
-        ctx.skip_step(f"{reason}; structures: {short}")
+        ctx.skip_step(f"{reason}; structures: {short}", agreed=True)
 
     def _is_spike(self, loss: float) -> bool:
         if self.factor is None or len(self._sorted) < self._enough:

@@ -101,11 +101,11 @@ class TimeBudgetHook(Hook):
     @on(TrainingStage.STEP_END)
     def look_at_the_clock(self, ctx: TrainContext) -> None:
         """Whether that was the last step."""
-        self._stop_if_over(ctx, self._agreed(ctx))
+        self._stop_if_over(ctx, self.elapsed)
 
     def _stop_if_over(self, ctx: TrainContext, elapsed: float) -> None:
         ctx.metrics["budget_used"] = min(elapsed / self.seconds, 1.0)
-        if elapsed >= self.seconds:
+        if elapsed >= self.seconds and ctx.manager.rank == 0:  # the loop tells the others
             ctx.stop(f"the time budget of {self.seconds:g} s is used up")
 
     def _agreed(self, ctx: TrainContext) -> float:
