@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nvalchemi.distributed.blocks import unsharded
 from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, exchange, gather
 from nvalchemi.distributed.manager import DistributedManager, Manager, SingleProcess, members, single_process
 
@@ -18,4 +19,5 @@ __all__ = [
     "gather",
     "members",
     "single_process",
+    "unsharded",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
+from nvalchemi.distributed.blocks import follow_gradients
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf
@@ -47,6 +48,13 @@ class EnergyModel(nn.Module):
     distributed_part: ClassVar[str] = "net"  # what wrappers of distributed training replace
     outputs: ClassVar[tuple[str, ...]] = ("energy",)
     force_fp32_gradient: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; where the network is sharded, so that gradients can be taken of what it gives, to any order."""
+        net = self._modules.get(self.distributed_part)  # a known function has none
+        if net is not None:
+            follow_gradients(net)
+        return super().__call__(*args, **kwargs)
 
     def forward(self, x: Any) -> Tensor:
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""

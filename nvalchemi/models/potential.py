@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
+from nvalchemi.distributed.blocks import follow_gradients, is_sharded_in_blocks
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.derivatives import per_volume
 from nvalchemi.models.energy import EnergyModel, parameter_dtype
@@ -229,8 +230,11 @@ class InteratomicPotential(EnergyModel):
     def _energy_and_gradient(self, batch: Batch, graph: bool) -> tuple[Tensor, Tensor, Edges]:
         """Energies (B,), their gradient with respect to the edges' vectors (E, 3), and the edges."""
         follows = graph and batch.positions.requires_grad
-        # A derivative written by hand has one precision: under autocast the net's own operations are differentiated.
-        if self._gives_gradient and not follows and not torch.is_autocast_enabled(batch.positions.device.type):
+        follow_gradients(self.net)
+        # A derivative written by hand has one precision, and needs all weights at once: under autocast, and where blocks of the net
+        # are sharded each for itself, the net's own operations are differentiated.
+        by_hand = self._gives_gradient and not torch.is_autocast_enabled(batch.positions.device.type)
+        if by_hand and not follows and not is_sharded_in_blocks(self.net):
             with torch.set_grad_enabled(graph):
                 edges = self._edges(batch)
                 atomic, gradient = self.net(batch.atomic_numbers, edges.vectors, edges.pairs, gradient=True)

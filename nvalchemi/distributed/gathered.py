@@ -1,0 +1,248 @@
+"""The gathered call: a block of a sharded network as one operation that can be differentiated to any order.
+
+``fully_shard`` frees a block's weights after its forward and gathers them again for its backward. A loss that contains a gradient goes
+through a block three times and more, and there the hooks that gather and free lose count. Here nothing is hooked: the block is a
+function of its *shards*. Forward gathers them, runs the block and frees them. Backward is the same operation again, applied to the
+block's vector-Jacobian product, and so has a backward of its own. No full weight outlives the operation that reads it, and gradients are
+scattered as soon as they exist, so a step of second order needs the memory of one of first order; the price is computing again.
+
+Gradients of parameters are means over the ranks, as with ``fully_shard``. All ranks must build the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from nvalchemi.errors import TrainingError
+
+Block = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+"""From full parameters and inputs to outputs; deterministic, and without collectives of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sharded parameter lies: all that is needed to gather it from the ranks' parts, and to scatter a gradient to them.
+
+    Parameters
+    ----------
+    mesh, placements, shape, stride
+        Of the ``DTensor``.
+    dtype
+        In which the block is computed; ``None`` for the parameter's own.
+    reduce_dtype
+        In which gradients are summed over the ranks; ``None`` for that in which they come.
+    device
+        Where the block is computed; the shards may lie elsewhere (offloaded).
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """The full parameter from this rank's part."""
+        from torch.distributed.tensor import DTensor  # slow to import, and whoever comes here has it
+
+        part = shard.to(device=self.device, dtype=self.dtype or shard.dtype)
+        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+        return whole.full_tensor()
+
+    def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """Give this rank's part of the mean over the ranks of their full gradients, of the dtype and on the device of ``like``."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        given = gradient.to(self.reduce_dtype) if self.reduce_dtype is not None else gradient
+        partial = DTensor.from_local(given.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False)
+        mine = partial.redistribute(self.mesh, self.placements).to_local()
+        return (mine / self.mesh.size()).to(device=like.device, dtype=like.dtype)
+
+
+def gathered_call(
+    block: Block, places: Sequence[Place], shards: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Call ``block`` on the full parameters and ``inputs``; differentiable to any order by both.
+
+    Parameters
+    ----------
+    block
+        The function, called again in every backward.
+    places, shards
+        Where each parameter lies, and this rank's part of it.
+    inputs
+        Tensors of any kind; gradients flow to those that require one.
+
+    Returns
+    -------
+    tuple
+        The outputs.
+
+    Raises
+    ------
+    TrainingError
+        Where a gradient with respect to *parameters* is to be differentiated again: only gradients of inputs can be.
+    """
+    with torch.profiler.record_function("nvalchemi::gathered_call"):
+        return GatheredCall.apply(Repeated(block, _device(places)), tuple(places), *shards, *inputs)
+
+
+class Repeated:
+    """A block that computes the same each time: autocast and random streams are those of its first call.
+
+    Parameters
+    ----------
+    block
+        The function.
+    device
+        Where it is computed.
+    """
+
+    def __init__(self, block: Block, device: torch.device) -> None:
+        self._block, self._device = block, device
+        self._dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self._streams: tuple[Tensor, Tensor | None] | None = None
+
+    def __call__(self, parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        # Cached casts of weights would keep them from being freed.
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
+            if self._streams is None:
+                self._streams = (torch.get_rng_state(), self._accelerator().get_rng_state() if self._on_accelerator else None)
+                return self._block(parameters, inputs)
+            devices = [self._device] if self._on_accelerator else []
+            with torch.random.fork_rng(devices=devices, device_type=self._device.type if devices else "cuda"):
+                torch.set_rng_state(self._streams[0])
+                if self._streams[1] is not None:
+                    self._accelerator().set_rng_state(self._streams[1])
+                return self._block(parameters, inputs)
+
+    @property
+    def _on_accelerator(self) -> bool:
+        return self._device.type != "cpu"
+
+    def _accelerator(self) -> Any:
+        return torch.get_device_module(self._device)
+
+
+class GatheredCall(Function):
+    """See `gathered_call`."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Block, places: tuple[Place, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gather, run, free."""
+        shards, inputs = tensors[: len(places)], tensors[len(places) :]
+        ctx.block, ctx.places = block, places
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(block([place.gather(s) for place, s in zip(places, shards, strict=True)], inputs))
+        # an output that is an input as it came would be taken for one that was changed in place
+        outputs = tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in outputs)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        ctx.shapes = [(y.shape, y.dtype, y.device) for y in outputs]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """The same operation, on the vector-Jacobian product."""
+        places: tuple[Place, ...] = ctx.places
+        count = len(places)
+        shards, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        known = [i for i, g in enumerate(gradients) if g is not None]
+        seeds = [g for g in gradients if g is not None]
+        of_inputs = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
+        of_parameters = [i for i in range(count) if ctx.needs_input_grad[2 + i] and _is_wanted(ctx.next_functions[i][0])]
+        results: list[Tensor | None] = [None] * (count + len(inputs))
+        if not known or not (of_inputs or of_parameters):
+            return (None, None, *results)
+        product = VectorJacobian(ctx.block, len(inputs), known, of_inputs, of_parameters)
+        if torch.is_grad_enabled():
+            if of_parameters:
+                raise TrainingError(
+                    "a gradient of sharded parameters is to be differentiated again",
+                    needed="create_graph=True with gradients of inputs alone, such as forces and scores",
+                    fix="leave create_graph out, or train without sharding",
+                )
+            found = GatheredCall.apply(product, places, *shards, *inputs, *seeds)
+        else:
+            full = [place.gather(s) for place, s in zip(places, shards, strict=True)]
+            found = product(full, [*inputs, *seeds])
+            del full
+        for place, gradient in zip(of_inputs, found[len(of_parameters) :], strict=True):
+            results[count + place] = gradient
+        for place, gradient in zip(of_parameters, found, strict=False):
+            results[place] = places[place].scatter(gradient, shards[place])
+        return (None, None, *results)
+
+
+class VectorJacobian:
+    """A block's vector-Jacobian product: again a block, of the inputs and the output's gradients.
+
+    Parameters
+    ----------
+    block
+        The block.
+    num_inputs
+        Of the block; gradients of its outputs follow them.
+    known
+        Which outputs have a gradient.
+    of_inputs, of_parameters
+        By which inputs and parameters to differentiate. Parameters come first in what it gives.
+    """
+
+    def __init__(
+        self, block: Block, num_inputs: int, known: Sequence[int], of_inputs: Sequence[int], of_parameters: Sequence[int]
+    ) -> None:
+        self.block, self.num_inputs, self.known = block, num_inputs, known
+        self.of_inputs, self.of_parameters = of_inputs, of_parameters
+
+    def __call__(self, parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        again = torch.is_grad_enabled()  # a product of this product is computed
+        at, seeds = inputs[: self.num_inputs], inputs[self.num_inputs :]
+        with torch.enable_grad():
+            own = _leaves(parameters, self.of_parameters, keep=again)
+            at = _leaves(at, self.of_inputs, keep=again)
+            outputs = self.block(own, at)
+            by = [*(own[i] for i in self.of_parameters), *(at[i] for i in self.of_inputs)]
+            pairs = [(outputs[i], seed) for i, seed in zip(self.known, seeds, strict=True) if outputs[i].requires_grad]
+            if not pairs:
+                return [torch.zeros_like(x) for x in by]
+            # A second gradient of a block may not depend on some input at all: zeros then.
+            found = torch.autograd.grad(
+                [y for y, _ in pairs],
+                by,
+                [seed.to(y.dtype) for y, seed in pairs],
+                create_graph=again,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        return list(found)
+
+
+def _leaves(tensors: Sequence[Tensor], which: Sequence[int], keep: bool) -> list[Tensor]:
+    """The tensors, those named by ``which`` requiring a gradient; ``keep`` those as they are that are part of a graph already."""
+    chosen = set(which)
+    result = []
+    for i, tensor in enumerate(tensors):
+        if keep and tensor.requires_grad:
+            result.append(tensor)
+        else:
+            cut = tensor.detach()
+            result.append(cut.requires_grad_() if i in chosen else cut)
+    return result
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether the running backward computes this node: ``autograd.grad(energy, x)`` asks for no gradient of parameters."""
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def _device(places: Sequence[Place]) -> torch.device:
+    return places[0].device
