@@ -42,7 +42,8 @@ def follow_gradients(net: nn.Module) -> None:
     sharded, and nothing the second time.
     """
     if not isinstance(net, _Follows) and _CALL not in net.__dict__ and is_sharded(net):
-        net.__class__ = _following(type(net))
+        cls: Any = type(net)
+        net.__class__ = _following(cls)
 
 
 class _Follows:
@@ -273,7 +274,8 @@ def _with_parameters(module: nn.Module, names: Sequence[str], tensors: Sequence[
 @contextmanager
 def _called(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Let a call of ``module`` be ``call``: neither its hooks nor those of its sharding run."""
-    before, outer = type(module), module.__dict__.get(_CALL)
+    before: Any = type(module)
+    outer = module.__dict__.get(_CALL)
     module.__class__ = _redirected(before)
     module.__dict__[_CALL] = call
     try:
@@ -287,12 +289,12 @@ def _called(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 @cache
-def _redirected(cls: type) -> type:
+def _redirected(cls: Any) -> type:
     return _derived(cls, lambda self, *args, **kwargs: self.__dict__[_CALL](*args, **kwargs))
 
 
 @cache
-def _following(cls: type) -> type:
+def _following(cls: Any) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
             with gathered(self):
