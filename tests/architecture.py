@@ -21,7 +21,7 @@ ARROWS = {
     "testing": {"errors", "objective", "distributed", "data", "models", "ebm", "training", "training.hooks"},
 }
 #: the parts on top of the house, which may use everything
-TOP = {"cli", "demo"}
+TOP = {"cli", "demo", "__main__"}
 
 ENVIRONMENT_OWNER = "distributed/manager.py"
 #: one file differentiates by inputs; the other is a backward pass itself

@@ -109,10 +109,14 @@ class LossSection(Section):
 
 
 class OptimizerSection(Section):
-    """An optimizer of ``torch.optim``; ``options`` go to it as they are."""
+    """An optimizer of ``torch.optim``; ``options`` go to it as they are.
+
+    ``lr_scaling`` lets the rate grow with the number of processes (``linear``) or its square root (``sqrt``).
+    """
 
     name: Literal["Adam", "AdamW", "NAdam", "RAdam", "SGD"] = "AdamW"
     lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr_scaling: Literal["linear", "sqrt"] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     options: dict[str, Any] = {}
 

@@ -5,6 +5,7 @@ Modules of the command line bring in rich where they print: importing it draws f
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from nvalchemi.errors import NvalchemiError
@@ -12,23 +13,43 @@ from nvalchemi.errors import NvalchemiError
 if TYPE_CHECKING:
     from rich.console import Console
 
+_silent = False
+_LAST_WORDS = (
+    2.0  # seconds: a launcher ends all processes when the first has failed, and the one that speaks should be heard before
+)
+
+
+def silence() -> None:
+    """Print nothing from here on: this process is one of several, and another speaks for all."""
+    global _silent
+    _silent = True
+
 
 def out() -> Console:
     """The console for results (made at the call, so that a redirected stdout is honoured)."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, quiet=_silent)
 
 
 def err() -> Console:
     """The console for progress, warnings and errors."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, quiet=_silent)
+
+
+def echo(text: str) -> None:
+    """Print a line on stdout as it is, for programs to read."""
+    if not _silent:
+        print(text, flush=True)
 
 
 def print_error(error: NvalchemiError) -> None:
     """Print what went wrong, what was found and needed, and what to do; no traceback."""
+    if _silent:
+        time.sleep(_LAST_WORDS)
+        return
     from rich.table import Table
     from rich.text import Text
 

@@ -73,6 +73,9 @@ def command(
     Labels are looked for under the standard keys and never guessed: the summary says which key became which label, which
     keys were left out, and what the numbers say about the units.
     """
+    from nvalchemi.cli.processes import alone
+
+    alone("convert")
     from nvalchemi.data.convert import convert
 
     if allow_unlabelled and skip_unlabelled:

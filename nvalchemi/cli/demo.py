@@ -10,7 +10,6 @@ import typer
 
 from nvalchemi.cli.console import out
 from nvalchemi.cli.run_dir import RunDir
-from nvalchemi.errors import ConfigError
 
 DEFAULT_FOLDER = Path("runs/demo")
 
@@ -25,22 +24,20 @@ def command(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of structures, weights and order.")] = 0,
 ) -> None:
     """Label molecules, train on them, evaluate and run dynamics, in a few minutes."""
-    if processes != 1:
-        raise ConfigError(
-            "training on several processes is not there in this version",
-            found=f"--processes {processes}",
-            fix="leave --processes out",
-        )
     from nvalchemi.demo.labels import check_available
     from nvalchemi.demo.plan import Plan
 
     plan = Plan.of(minutes)
     check_available()
+
+    from nvalchemi.cli.processes import alone  # torch comes in here: a mistake above is told at once
+
+    alone("demo")
     run = RunDir.new(run_dir if run_dir is not None else unused(DEFAULT_FOLDER))
 
-    from nvalchemi.demo.pipeline import Demonstration  # torch comes in here: a mistake above is told at once
+    from nvalchemi.demo.pipeline import Demonstration
 
-    Demonstration(plan, run, seed, out())()
+    Demonstration(plan, run, seed, out(), processes)()
 
 
 def unused(folder: Path) -> Path:

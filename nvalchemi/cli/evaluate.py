@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nvalchemi.cli.console import err, out
+from nvalchemi.cli.console import echo, err, out
 from nvalchemi.cli.quantities import MILLI, QUANTITIES, maes
 from nvalchemi.cli.run_dir import RunDir, write_whole
 from nvalchemi.errors import DataError
+
+if TYPE_CHECKING:
+    from nvalchemi.cli.parity import Parity
 
 
 def command(
@@ -27,7 +30,7 @@ def command(
     run = RunDir.existing(run_dir)
     report = measure(run, store, raw=raw, checkpoint=checkpoint, batch_size=batch_size)
     if as_json:
-        typer.echo(json.dumps(report, allow_nan=False))
+        echo(json.dumps(report, allow_nan=False))
     else:
         print_report(report)
 
@@ -37,50 +40,60 @@ def measure(
 ) -> dict[str, Any]:
     """The errors on a store; they and the predictions are also written into the run's ``evaluation`` folder."""
     from nvalchemi.cli.parity import Parity
+    from nvalchemi.cli.processes import joined
     from nvalchemi.cli.progress import counting
     from nvalchemi.cli.recipe import make_dataset
     from nvalchemi.cli.threads import cpu_threads
-    from nvalchemi.cli.trained import load_trained
+    from nvalchemi.cli.trained import find, load_trained
     from nvalchemi.data.datapipes import DataLoader
-    from nvalchemi.distributed import single_process
+    from nvalchemi.data.datapipes.share import share_for_validation
     from nvalchemi.training import evaluate
+    from nvalchemi.training.agreement import first_rank
 
     config = run.config()
-    trained = load_trained(run, raw=raw, which=checkpoint)
-    manager = single_process()
-    config.data.in_memory = False  # each structure is read once
-    dataset = make_dataset(config, str(store), manager.device)
-    loader = DataLoader(dataset, batch_size=batch_size or config.data.validation_batch_size)
-    parity = Parity()
-    done = 0
-    with cpu_threads(config.training.threads), counting(err(), "evaluating") as progress:
+    with joined() as manager:
+        saved = first_rank(lambda: find(run, checkpoint).path, manager)
+        trained = load_trained(run, raw=raw, which=str(saved))
+        config.data.in_memory = False  # each structure is read once
+        dataset = make_dataset(config, str(store), manager.device)
+        loader = DataLoader(dataset, batch_size=batch_size or config.data.validation_batch_size)
+        share = share_for_validation(loader, manager.rank, manager.world_size)
+        parity = Parity()
+        done = 0
+        with cpu_threads(config.training.threads), counting(err(), "evaluating") as progress:
 
-        def note(batch: Any, predictions: Any, loss: Any) -> None:
-            nonlocal done
-            parity(batch, predictions, loss)
-            done += batch.num_graphs
-            progress(done, len(dataset))
+            def note(batch: Any, predictions: Any, loss: Any) -> None:
+                nonlocal done
+                parity(batch, predictions, loss)
+                done += batch.num_graphs * manager.world_size  # the other processes are about as far
+                progress(min(done, len(dataset)), len(dataset))
 
-        metrics = evaluate(trained.model.to(manager.device), loader, manager=manager, batch_callback=note)
-    if not in_milli(metrics):
-        raise DataError(
-            f"{store} has no label to compare with",
-            found=f"the fields {', '.join(dataset.field_names)}",
-            needed="energy, forces or stress of some structure, not NaN",
-        )
-    report: dict[str, Any] = {
-        **in_milli(metrics),
-        "n": int(metrics["n"]),
-        "n_atoms": int(dataset.num_atoms.sum()),
-        "weights": trained.weights,
-        "checkpoint": str(trained.checkpoint),
-        "step": trained.step,
-        "store": str(store),
-    }
+            metrics = evaluate(trained.model.to(manager.device), share, manager=manager, batch_callback=note)
+        if not in_milli(metrics):
+            raise DataError(
+                f"{store} has no label to compare with",
+                found=f"the fields {', '.join(dataset.field_names)}",
+                needed="energy, forces or stress of some structure, not NaN",
+            )
+        report: dict[str, Any] = {
+            **in_milli(metrics),
+            "n": int(metrics["n"]),
+            "n_atoms": int(dataset.num_atoms.sum()),
+            "weights": trained.weights,
+            "checkpoint": str(trained.checkpoint),
+            "step": trained.step,
+            "store": str(store),
+        }
+        parity.gather(manager)
+        first_rank(lambda: keep(run, store, report, parity), manager)
+    return report
+
+
+def keep(run: RunDir, store: Path, report: Mapping[str, Any], parity: Parity) -> None:
+    """Write the errors and the predictions on a store into the run's folder."""
     name = store.name.removesuffix(".zarr") or "store"
     parity.save(run.evaluation / f"{name}.npz")
     write_whole(run.evaluation / f"{name}.json", json.dumps(report, indent=1) + "\n")
-    return report
 
 
 def in_milli(metrics: Mapping[str, float]) -> dict[str, float]:

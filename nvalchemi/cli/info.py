@@ -22,6 +22,9 @@ def command(
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte first.")] = False,
 ) -> None:
     """Say what is in a store: counts, elements, energies, forces, labels."""
+    from nvalchemi.cli.processes import alone
+
+    alone("info")
     from rich.text import Text
 
     from nvalchemi.data.datapipes.zarr_reader import AtomicDataZarrReader

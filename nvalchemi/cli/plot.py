@@ -21,6 +21,10 @@ def command(
 ) -> None:
     """Draw the loss curves and parity plots of a run."""
     run = RunDir.existing(run_dir)
+
+    from nvalchemi.cli.processes import alone  # torch comes in here: a mistake above is told at once
+
+    alone("plot")
     for path in [*draw_curves(run), *draw_parity(run, evaluation)]:
         out().print(str(path), soft_wrap=True)
 

@@ -23,6 +23,6 @@ def counting(console: Console, verb: str) -> Iterator[Callable[[int, int | None]
         TextColumn("{task.completed:,}{task.fields[of]} structures"),
         TimeElapsedColumn(),
     ]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=console.quiet or not console.is_terminal) as progress:
         task = progress.add_task(verb, total=None, of="")
         yield lambda done, total: progress.update(task, completed=done, total=total, of="" if total is None else f" of {total:,}")

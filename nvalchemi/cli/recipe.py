@@ -11,18 +11,23 @@ from typing import Any
 import torch
 
 from nvalchemi.cli.config import TermSection, TrainConfig
+from nvalchemi.cli.console import err
+from nvalchemi.cli.processes import joined
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.cli.threads import cpu_threads
 from nvalchemi.data.datapipes import AtomicDataZarrReader, DataLoader, Dataset, InMemoryDataset
+from nvalchemi.data.datapipes.sharding import shard_loader
 from nvalchemi.data.transforms import NeighborList
-from nvalchemi.distributed import Manager, single_process
+from nvalchemi.distributed import Manager
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN, build_model, build_net
 from nvalchemi.training import Every, OptimizerConfig, TrainContext, TrainingStrategy, ValidationConfig
 from nvalchemi.training import losses as terms
+from nvalchemi.training.agreement import first_rank
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.hooks import (
     CheckpointHook,
+    DDPHook,
     EarlyStopHook,
     EMAHook,
     GradientClipHook,
@@ -49,12 +54,17 @@ _LOSSES: dict[str, dict[str, Callable[..., terms.Loss]]] = {
 
 
 def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainContext:
-    """Train in a run folder; with ``resume``, go on from its latest checkpoint."""
+    """Train in a run folder, on all processes that were started together; with ``resume``, go on from its latest checkpoint."""
+    with joined() as manager:
+        return _train(config, run, manager, resume=resume)
+
+
+def _train(config: TrainConfig, run: RunDir, manager: Manager, *, resume: bool) -> TrainContext:
     torch.manual_seed(config.training.seed)
-    manager = single_process()
     training = make_dataset(config, config.data.train, manager.device)
     validation = None if config.data.validation is None else make_dataset(config, config.data.validation, manager.device)
-    model = in_precision(build_model(run.model_config()) if resume else make_model(config, training), config)
+    model = build_model(run.model_config()) if resume else new_model(config, training, manager)
+    model = in_precision(model, config)
     loader = DataLoader(
         training,
         batch_size=config.data.batch_size,
@@ -64,18 +74,39 @@ def train(config: TrainConfig, run: RunDir, *, resume: bool = False) -> TrainCon
         pin_memory=manager.device.type == "cuda",
         seed=config.training.seed,
     )
-    if len(loader) == 0:
+    batches = len(shard_loader(loader, manager.rank, manager.world_size))
+    if batches == 0:
         raise ConfigError(
             "the training data give no batch",
-            found=f"{len(training)} structures, data.batch_size={config.data.batch_size}, data.drop_last=true",
+            found=f"{len(training)} structures, data.batch_size={config.data.batch_size}, data.drop_last=true, processes: {manager.world_size}",
             fix="lower data.batch_size or set data.drop_last=false",
         )
-    strategy = make_strategy(config, run, model, loader, validation, manager, resume=resume)
+    strategy = make_strategy(config, run, model, loader, validation, manager, total_steps(config, batches), resume=resume)
     if not resume:
-        run.write_config(config)
-        run.write_model_config(model.config())
+        first_rank(lambda: keep(config, run, model), manager)
     with cpu_threads(config.training.threads):
         return strategy.run(loader)
+
+
+def keep(config: TrainConfig, run: RunDir, model: EnergyModel) -> None:
+    """Write what a run was started with into its folder."""
+    run.write_config(config)
+    run.write_model_config(model.config())
+
+
+def new_model(config: TrainConfig, training: Dataset | InMemoryDataset, manager: Manager) -> EnergyModel:
+    """A new model that is the same on all processes: rank 0 makes it, and the others are told its settings.
+
+    What is fitted to the data lies outside the network, of which alone the weights are sent to all when it is wrapped.
+    """
+    made: list[EnergyModel] = []
+
+    def settings() -> dict[str, Any]:
+        made.append(make_model(config, training))
+        return made[0].config()
+
+    told = first_rank(settings, manager)
+    return made[0] if made else build_model(told)
 
 
 def in_precision(model: EnergyModel, config: TrainConfig) -> EnergyModel:
@@ -140,9 +171,11 @@ def make_optimizer(config: TrainConfig, total_steps: int | None) -> OptimizerCon
         settings.setdefault("fused", True)  # one kernel instead of five operations a parameter: a tenth of the time on the CPU
     check_names(f"optimizer.options of {section.name}", section.options, kind)
     if config.training.max_time is not None or total_steps is None:  # the time budget sets the rate
-        return OptimizerConfig(kind, settings)
-    shape = make_shape(config)
-    return OptimizerConfig(kind, settings, torch.optim.lr_scheduler.LambdaLR, {"lr_lambda": shape.over_steps(total_steps)})
+        return OptimizerConfig(kind, settings, lr_scaling=section.lr_scaling)
+    factor = make_shape(config).over_steps(total_steps)
+    return OptimizerConfig(
+        kind, settings, torch.optim.lr_scheduler.LambdaLR, {"lr_lambda": factor}, lr_scaling=section.lr_scaling
+    )
 
 
 def make_shape(config: TrainConfig) -> Shape:
@@ -157,17 +190,19 @@ def make_strategy(
     loader: DataLoader,
     validation: Dataset | InMemoryDataset | None,
     manager: Manager,
+    steps: int | None,
     *,
     resume: bool,
 ) -> TrainingStrategy:
-    """The strategy with all its hooks."""
+    """The strategy with all its hooks, for a run of so many steps at most."""
     section = config.training
-    steps = total_steps(config, len(loader))
     hooks: list[Any] = make_hooks(config, run, validated=validation is not None)
     fresh = added(hooks, run) if resume else []
     if resume:
         # Only once the checkpoint was found to fit: a change that cannot be must not stand in the way of the next try.
         hooks.append(on(TrainingStage.TRAINING_START)(config_keeper(config, run)))
+    if config.optimizer.lr_scaling is not None:
+        hooks.append(on(TrainingStage.BUILT)(tell_rates))
     return TrainingStrategy(
         models=model,
         optimizer_configs=make_optimizer(config, steps),
@@ -195,13 +230,19 @@ def config_keeper(config: TrainConfig, run: RunDir) -> Callable[[TrainContext], 
     """A hook's function that keeps the settings."""
 
     def keep_config(ctx: TrainContext) -> None:
-        run.write_config(config)
+        first_rank(lambda: run.write_config(config), ctx.manager)
 
     return keep_config
 
 
+def tell_rates(ctx: TrainContext) -> None:
+    """Say what the learning rate was scaled by, where it was."""
+    for rates in ctx.scaled_rates.values():
+        err().print(str(rates), soft_wrap=True)
+
+
 def total_steps(config: TrainConfig, batches: int) -> int | None:
-    """Optimizer steps after which the run ends, ``None`` where only the time ends it."""
+    """Optimizer steps after which the run ends, of so many batches an epoch and process; ``None`` where only the time ends it."""
     section = config.training
     by_epochs = None if section.epochs is None else section.epochs * -(-batches // section.accumulate)
     return min((n for n in (section.steps, by_epochs) if n is not None), default=None)
@@ -217,7 +258,7 @@ def make_validation(config: TrainConfig, validation: Dataset | InMemoryDataset) 
 def make_hooks(config: TrainConfig, run: RunDir, *, validated: bool) -> list[Hook]:
     """The hooks that the configuration asks for."""
     section, saving = config.training, config.checkpoint
-    hooks: list[Hook] = [StopOnSignalHook(), SpikeHook(section.spike_factor)]
+    hooks: list[Hook] = [DDPHook(), StopOnSignalHook(), SpikeHook(section.spike_factor)]
     if section.mixed_precision is not None:
         hooks.append(MixedPrecisionHook({"bf16": torch.bfloat16, "fp16": torch.float16}[section.mixed_precision]))
     if section.clip_norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -34,10 +35,13 @@ from nvalchemi.demo.labels import check_available, draw, label
 from nvalchemi.demo.molecules import SEEN, UNSEEN, Sample
 from nvalchemi.demo.plan import Plan
 from nvalchemi.demo.report import Motion, Score, listed, motion_sentence, score_sentence, span
+from nvalchemi.distributed.launch import launch
 from nvalchemi.models import InteratomicPotential
 from nvalchemi.models.calculator import NvalchemiCalculator
 
 MINIMUM_TRAINING = 5.0
+START_UP = 10.0
+"""Seconds until several processes train: each imports all of torch."""
 TIMESTEP = 0.5
 
 
@@ -54,10 +58,12 @@ class Demonstration:
         Of structures, weights and order.
     console
         Where it says what it does.
+    processes
+        How many train.
     """
 
-    def __init__(self, plan: Plan, run: RunDir, seed: int, console: Console) -> None:
-        self.plan, self.run, self.seed, self.console = plan, run, seed, console
+    def __init__(self, plan: Plan, run: RunDir, seed: int, console: Console, processes: int = 1) -> None:
+        self.plan, self.run, self.seed, self.console, self.processes = plan, run, seed, console, processes
         self.start = perf_counter()
         self.stores = {name: run.path / "data" / f"{name}.zarr" for name in ("train", "valid", "new_motion", "new_molecules")}
         self.seconds: dict[str, float] = {}
@@ -92,6 +98,7 @@ class Demonstration:
             "seconds": {**self.seconds, "all": perf_counter() - self.start},
             "plots": [str(path) for path in plots],
             "plan": asdict(self.plan),
+            "processes": self.processes,
             "seed": self.seed,
         }
         (self.run.path / "demo.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -125,12 +132,24 @@ class Demonstration:
 
     def train(self) -> int:
         """Train for what the plan leaves; returns the steps taken."""
-        seconds = max(self.left - self.plan.reserve, MINIMUM_TRAINING)
+        start_up = START_UP if self.processes > 1 else 0.0
+        seconds = max(self.left - self.plan.reserve - start_up, MINIMUM_TRAINING)
         config = configuration(self.stores["train"], self.stores["valid"], seconds, self.seed, self.plan.settings)
         self._say(
             f"PaiNN with {config.model.net['n_features']} features, for {span(seconds)}; the learning rate falls to zero by then."
         )
-        return recipe.train(recipe.absolute(config), self.run).progress.step
+        config = recipe.absolute(config)
+        if self.processes > 1:
+            return self.train_together(config)
+        return recipe.train(config, self.run).progress.step
+
+    def train_together(self, config: TrainConfig) -> int:
+        """Train on several processes, which this one starts and waits for; returns the steps taken."""
+        self._say(f"{self.processes} processes, each with its share of the structures.")
+        self.run.write_config(config)
+        words = [sys.executable, "-m", "nvalchemi", "train", str(self.run.config_file), "--run-dir", str(self.run.path)]
+        launch(words, self.processes)
+        return load_trained(self.run, which="last").step
 
     def potential(self) -> InteratomicPotential:
         """The best model of the run, with averaged weights."""
@@ -191,7 +210,8 @@ class Demonstration:
             ("structures", self.run.path / "data"),
         ):
             self.console.print(Text.assemble("    ", (f"{what:12}", "bold"), str(where)), soft_wrap=True)
-        self._say(f"Train it further:  nvalchemi resume {self.run.path} --max-time 30m")
+        launcher = f"torchrun --standalone --nproc-per-node={self.processes} -m " if self.processes > 1 else ""
+        self._say(f"Train it further:  {launcher}nvalchemi resume {self.run.path} --max-time 30m")
 
     def _title(self, text: str) -> None:
         self.console.print(Rule(Text(text, "bold"), align="left"))
@@ -224,9 +244,9 @@ def configuration(train: Path, valid: Path, seconds: float, seed: int, changes: 
         "data": {"train": str(train), "validation": str(valid), "batch_size": 8},
         "model": {"name": "painn", "cutoff": 5.0, "net": {"n_features": 64, "n_interactions": 3, "n_rbf": 20}},
         "loss": {"energy": {"kind": "mse", "weight": 50.0, "per_atom": True}, "forces": {"kind": "mse", "weight": 10.0}},
-        "optimizer": {"name": "AdamW", "lr": 1e-3},
+        "optimizer": {"name": "AdamW", "lr": 1e-3, "lr_scaling": "sqrt"},
         "schedule": {"kind": "cosine", "hold": 0.2, "warmup_steps": 100},
-        "training": {"max_time": seconds, "seed": seed, "ema_decay": 0.995},
+        "training": {"max_time": seconds, "seed": seed, "ema_decay": 0.995, "threads": 1},
         "validation": {"every_n_epochs": 4},
         "checkpoint": {"metric": "forces_mae"},
     }

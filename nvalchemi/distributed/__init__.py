@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from nvalchemi.distributed.blocks import unsharded
 from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, exchange, gather
-from nvalchemi.distributed.manager import DistributedManager, Manager, SingleProcess, members, single_process
+from nvalchemi.distributed.manager import (
+    DistributedManager,
+    Manager,
+    SingleProcess,
+    join,
+    launched_as,
+    members,
+    single_process,
+)
 
 __all__ = [
     "DistributedManager",
@@ -17,6 +25,8 @@ __all__ = [
     "broadcast",
     "exchange",
     "gather",
+    "join",
+    "launched_as",
     "members",
     "single_process",
     "unsharded",

@@ -139,6 +139,35 @@ def members(group: dist.ProcessGroup | Manager | None = None) -> Manager:
     return group
 
 
+def launched_as() -> tuple[int, int] | None:
+    """Rank and world size of this process where a launcher started it with others, ``None`` where it is alone. Starts nothing.
+
+    Raises
+    ------
+    ConfigError
+        As :meth:`DistributedManager.initialize`.
+    """
+    place = _find_place(os.environ)
+    return None if place is None or place.world_size == 1 else (place.rank, place.world_size)
+
+
+def join() -> Manager:
+    """Join the processes that a launcher started this one with: their manager, initialised; the light stand-in in a plain process.
+
+    For programs that should start quickly where they are alone: PhysicsNeMo, and with it :class:`DistributedManager`, comes in only
+    where there is somebody to join.
+
+    Raises
+    ------
+    ConfigError
+        As :meth:`DistributedManager.initialize`.
+    """
+    if _find_place(os.environ) is None and not (dist.is_available() and dist.is_initialized()):
+        return single_process()
+    DistributedManager.initialize()
+    return DistributedManager()
+
+
 class _Forwarding(type):
     """Lets the class answer for what PhysicsNeMo's class has besides: its static methods."""
 
@@ -400,6 +429,23 @@ def _remember(place: _Place, gpus: int, *, distributed: bool) -> None:
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment of this process for a child, with some variables set for the child alone."""
     return {**os.environ, **changes}
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of a child that is to be one rank of several on this machine, as torchrun would set it.
+
+    Parameters
+    ----------
+    rank, world_size
+        Which of how many.
+    port
+        Of a store that this process holds on the loopback address.
+    """
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    # torch's words for a store that is there already: rank 0 would otherwise open one on a port that may be taken meanwhile
+    store = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_ATTEMPT": "0"}
+    own = {name: str(value) for name, value in place.items()} | store | {METHOD_VARIABLE: "ENV"}
+    return {"OMP_NUM_THREADS": "1", **child_environment(**own)}
 
 
 _class: Any = None

@@ -80,11 +80,21 @@ def test_the_run_is_one_like_any_other(done):
     assert json.loads(found.stdout)["forces_mae_meV_per_A"] == pytest.approx(done[2]["scores"]["new_motion"]["forces"])
 
 
-def test_several_processes_are_refused_for_now(tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--processes", "2", "--run-dir", str(tmp_path / "run")])
-    assert result.exit_code == 2
-    assert "not there in this version" in result.output
-    assert not (tmp_path / "run").exists()
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_processes_train(tmp_path):
+    from nvalchemi.demo.pipeline import Demonstration
+
+    run = RunDir.new(tmp_path / "run")
+    console = Console(record=True, width=200)
+    result = Demonstration(SMALL, run, seed=3, console=console, processes=2)()
+    assert result["processes"] == 2 and result["steps"] == 30
+    (saved,) = [path for path in run.checkpoints.iterdir() if path.name.endswith("30")]
+    assert json.loads((saved / "manifest.json").read_text())["world_size"] == 2
+    train = [record for record in run.records() if record["kind"] == "train"]
+    assert train[-1]["step"] == 30
+    assert result["scores"]["new_motion"]["forces"] > 0
+    assert "torchrun --standalone --nproc-per-node=2 -m nvalchemi resume" in console.export_text()
 
 
 def test_too_little_time_is_refused():
