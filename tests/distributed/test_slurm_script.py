@@ -45,10 +45,9 @@ def job(tmp_path):
     for name, code in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tools / name).write_text(f"#!{sys.executable}\n{code}")
         (tools / name).chmod(0o755)
-    (tools / "python").symlink_to(sys.executable)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     settings = os.environ | {
-        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "SLURM_JOB_ID": str(os.getpid()),

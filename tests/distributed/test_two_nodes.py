@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def why_not() -> str | None:
     if made.returncode:
         return f"network namespaces are not allowed here: {made.stderr.strip()}"
     cable = subprocess.run(
-        ["ip", "-n", name, "link", "add", "a", "type", "veth", "peer", "name", "b"], capture_output=True, text=True
+        ["ip", "-n", name, "link", "add", "end1", "type", "veth", "peer", "name", "end2"], capture_output=True, text=True
     )
     subprocess.run(["ip", "netns", "del", name], check=True)
     return f"virtual cables are not allowed here: {cable.stderr.strip()}" if cable.returncode else None
@@ -36,7 +37,8 @@ def test_two_hosts_train_as_one(tmp_path):
         pytest.skip(reason)
     script = ROOT / "examples" / "two_nodes" / "try_two_nodes.sh"
     example = ROOT / "examples" / "intermediate" / "06_ddp_mlp_training.py"
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", str(script), "2", str(example), "--backend", "gloo", "--epochs", "3"],
         cwd=tmp_path,

@@ -172,6 +172,12 @@ def _order_of(loader: Any, replaced: bool) -> dict[str, Any]:
     }
 
 
+def gives_all(loader: Any) -> bool:
+    """Whether a loader, by samplers that it made itself, gives every sample once."""
+    plain_batches = type(loader.batch_sampler) in (BatchSampler, torch.utils.data.BatchSampler)
+    return plain_batches and type(loader.sampler) in _PLAIN and not loader.drop_last
+
+
 def _make(sampler_cls: Callable[..., Any], loader: Any, defaults: dict[str, Any], kwargs: dict[str, Any]) -> Any:
     named = inspect.signature(sampler_cls).parameters
     open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values())

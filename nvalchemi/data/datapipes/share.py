@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 import torch
 
 from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
+from nvalchemi.data.datapipes.loader import DataLoader
 from nvalchemi.data.datapipes.pre_sharded import PreShardedSampler
-from nvalchemi.data.datapipes.samplers import BatchSampler, IndexSampler, Order
-from nvalchemi.data.datapipes.sharding import rebuilt, shard_loader
+from nvalchemi.data.datapipes.samplers import BatchSampler, IndexSampler, Order, tell_epoch
+from nvalchemi.data.datapipes.sharding import gives_all, rebuilt, shard_loader
 from nvalchemi.errors import ConfigError
 
 
@@ -37,8 +39,38 @@ class ShareSampler(IndexSampler):
         return lambda positions: positions * stride + rank
 
 
+class TakingTurns:
+    """Every ``num_replicas``-th batch of another batch sampler, from number ``rank`` on.
+
+    Together the ranks have the batches that one process has. A sampler that draws from torch's global random stream draws the same on
+    all of them.
+
+    Parameters
+    ----------
+    batches
+        A batch sampler that knows of no ranks.
+    num_replicas, rank
+        Number of ranks, and which of them this one is.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[int]], num_replicas: int, rank: int) -> None:
+        self.batches, self.num_replicas, self.rank = batches, num_replicas, rank
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return iter(list(islice(self.batches, self.rank, None, self.num_replicas)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the order of ``epoch``, where the batch sampler has one."""
+        tell_epoch(self.batches, epoch)
+
+
 def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> Iterable[Any]:
     """Give this rank's part of ``data``, a loader or a sequence of batches, without a repeat.
+
+    A plain loader is divided sample by sample. One that leaves out samples or has a sampler of its own that knows of no ranks is divided
+    batch by batch, so that the ranks together look at what one process looks at.
 
     Raises
     ------
@@ -57,6 +89,8 @@ def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> I
     if all(hasattr(sampler, name) for name in ("num_replicas", "rank", "set_epoch")):
         if isinstance(sampler, ShareSampler):
             return data
+        if sampler.num_replicas == 1 < num_replicas:  # type: ignore[union-attr]
+            return rebuilt(data, TakingTurns(data.batch_sampler, num_replicas, rank))  # type: ignore[attr-defined,no-any-return]
         size = len(data.dataset) if isinstance(getattr(data, "dataset", None), Sized) else 0  # type: ignore[attr-defined]
         if isinstance(sampler, Sized) and len(sampler) * sampler.num_replicas > size:  # type: ignore[attr-defined]
             raise ConfigError(
@@ -70,6 +104,7 @@ def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> I
             "validation data of an iterable data set cannot be divided between ranks",
             fix="give a data set with a length, or a list of batches",
         )
-    # a last batch that is not full is part of the data
+    if isinstance(data, DataLoader | torch.utils.data.DataLoader) and data.batch_sampler is not None and not gives_all(data):
+        return rebuilt(data, TakingTurns(data.batch_sampler, num_replicas, rank))  # type: ignore[no-any-return]
     shared: Iterable[Any] = shard_loader(data, rank, num_replicas, ShareSampler, {})
     return shared
