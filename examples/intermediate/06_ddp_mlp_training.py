@@ -11,7 +11,6 @@ goes on from its last checkpoint; sent SIGUSR1 (as SLURM does before a job's tim
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
 import torch
@@ -72,7 +71,7 @@ def main() -> None:
             DDPHook(),
             EMAHook(0.98),
             ProgressHook(),
-            StopOnSignalHook((signal.SIGUSR1, signal.SIGTERM)),
+            StopOnSignalHook(),
             CheckpointHook(args.directory, every=Every(epochs=1), keep_last=2, keep_best=1),
         ],
         resume_from="latest",  # starts afresh where there is nothing yet
@@ -80,14 +79,15 @@ def main() -> None:
     ctx = strategy.run(DataLoader(train, batch_size=max(1, args.batch_size // manager.world_size), shuffle=True, seed=0))
 
     if manager.rank == 0:
-        result = ctx.validation or {}
+        result = ctx.validation  # an interrupted run may not have come to one
         print(
             f"{manager.world_size} process(es) on {manager.device.type}: {ctx.progress.step} steps, {ctx.progress.samples} samples, "
-            f"{ctx.progress.epoch} epochs; validation loss {result['loss']:.5f} over {result['n']:.0f} vectors"
+            f"{ctx.progress.epoch} epochs"
+            + (f"; validation loss {result['loss']:.5f} over {result['n']:.0f} vectors" if result else "")
             + (f"; {ctx.stop_reason}" if ctx.stop_reason else "")
         )
     DistributedManager.cleanup()
-    if ctx.stop_reason:
+    if ctx.interrupted:
         sys.exit(STOPPED)
     if ctx.validation is None or ctx.validation["loss"] > 0.5:  # without learning it is about 2, the variance of the labels
         sys.exit("the network did not learn")

@@ -10,6 +10,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.evaluation import BatchCallback, checked_outputs, evaluate
 from nvalchemi.training.hook import Every, Hook, PeriodicHook, on
+from nvalchemi.training.interruption import Interruption
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
 
@@ -61,6 +62,9 @@ class Validator(PeriodicHook):
     """Validate every so many steps or epochs, and at the end of training where the last state was not yet.
 
     The metrics go to ``ctx.validation``, then the schedulers that read one move, then VALIDATED fires.
+
+    Where the run is interrupted (``ctx.interrupt``, as a signal does), there is no time for it: a validation that has begun is cut short
+    on all ranks, its numbers are dropped, and the run that resumes begins with it. The one at the end is left out.
     """
 
     order = Order.TRANSFORM  # before whatever reports, stops or saves by the result
@@ -70,10 +74,11 @@ class Validator(PeriodicHook):
         super().__init__(config.every)
         self.config = config
         self.step: int | None = None  # of the last state validated
+        self.owed = False  # whether one was cut short
 
     @on(TrainingStage.TRAINING_START)
     def _first(self, ctx: TrainContext) -> None:
-        if self.config.at_start and ctx.progress.step == 0:
+        if self.owed or (self.config.at_start and ctx.progress.step == 0):
             self.act(ctx)
 
     def act(self, ctx: TrainContext) -> None:
@@ -82,21 +87,32 @@ class Validator(PeriodicHook):
 
     def validate(self, ctx: TrainContext, *, last: bool = False) -> None:
         """Validate; the ``last`` time moves no scheduler, or a run that is resumed for longer would leave its curve."""
+        metrics = self._measured(ctx)
+        if metrics is None:
+            self.owed = self.owed or not last
+            return
+        self.step, self.owed = ctx.progress.step, False
+        ctx.validation = metrics
+        if not last:
+            ctx.step_metric_schedulers(metrics)
+        ctx.hooks.fire(TrainingStage.VALIDATED, ctx)
+
+    def _measured(self, ctx: TrainContext) -> dict[str, float] | None:
+        """The metrics; ``None`` where the run is interrupted."""
+        interruption = Interruption(ctx)
+        if interruption.at_start:
+            return None
         with ctx.hooks.around(TrainingSpan.VALIDATION, ctx):
             metrics = evaluate(
                 ctx.callee,
-                ctx.validation_data,
+                until(interruption, ctx.validation_data),
                 ctx.objective,
                 outputs=self.config.outputs,
                 manager=ctx.manager,
                 step=ctx.progress.step,
                 batch_callback=self.config.batch_callback,
             )
-        self.step = ctx.progress.step
-        ctx.validation = metrics
-        if not last:
-            ctx.step_metric_schedulers(metrics)
-        ctx.hooks.fire(TrainingStage.VALIDATED, ctx)
+        return None if interruption.agreed() else metrics
 
     @on(TrainingStage.TRAINING_END)
     def _last(self, ctx: TrainContext) -> None:
@@ -104,10 +120,19 @@ class Validator(PeriodicHook):
             self.validate(ctx, last=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.step is None else {"step": self.step}
+        state: dict[str, Any] = {} if self.step is None else {"step": self.step}
+        return state | {"owed": True} if self.owed else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.owed = state.get("step"), state.get("owed", False)
+
+
+def until(interruption: Interruption, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, up to an interruption: the first in any case, so that no rank that has data comes without."""
+    for number, batch in enumerate(batches):
+        if number and interruption.asked():
+            return
+        yield batch
 
 
 def validation_hooks(config: ValidationConfig | None) -> list[Hook]:

@@ -47,10 +47,15 @@ def run(manager, data, *hooks, model=None, **settings):
     """Run; what happened as plain data."""
     record = Record()
     model = line() if model is None else model
-    declared: dict[str, Any] = {"num_epochs": 1, "training_fn": predict, "loss_fn": squared} | settings
+    declared: dict[str, Any] = {
+        "num_epochs": 1,
+        "training_fn": predict,
+        "loss_fn": squared,
+        "optimizer_configs": OptimizerConfig(torch.optim.SGD, {"lr": 0.01}),
+        **settings,
+    }
     strategy = TrainingStrategy(
         models=model,
-        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.01}),
         distributed_manager=manager,
         hooks=[record, *hooks, DDPHook()],
         **declared,
@@ -66,6 +71,7 @@ def run(manager, data, *hooks, model=None, **settings):
         "losses": record.losses,
         "error": error,
         "stop": None if ctx is None else ctx.stop_reason,
+        "interrupted": ctx is not None and ctx.interrupted,
         "epoch": None if ctx is None else ctx.progress.epoch,
         "weights": [p.detach() for p in model.parameters()],
         "plain": not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()),

@@ -81,7 +81,7 @@ class CheckpointHook(PeriodicHook):
         saved = layout.list_checkpoints(self.checkpoint_dir) if present else []
         # A finished run that is resumed has nothing new to save.
         self._saved = place(saved[-1].manifest["progress"]) if saved else None
-        self._scored = ctx.validation
+        self._scored = saved[-1].manifest.get("metrics") if saved else None
 
     def act(self, ctx: TrainContext) -> None:
         """Save, then delete what need not be kept."""
@@ -99,8 +99,9 @@ class CheckpointHook(PeriodicHook):
 
     @on(TrainingStage.TRAINING_END)
     def last(self, ctx: TrainContext) -> None:
-        """Save the end of the run with its last validation, unless that is what was saved last."""
-        if self._saved != place(ctx.progress.state_dict()) or self._scored is not ctx.validation:
+        """Save the end of the run with its last validation, unless that is what was saved last, or no step was ever made."""
+        now = place(ctx.progress.state_dict())
+        if ctx.progress.samples and (self._saved != now or self._scored != ctx.validation):
             self.act(ctx)
 
 
