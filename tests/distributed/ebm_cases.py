@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.distributed import exchange, members
 from nvalchemi.ebm.buffer import ReplayBuffer
+from nvalchemi.ebm.couplings import SinkhornCoupling
 
 
 def exchanged(manager) -> Any:
@@ -47,3 +48,24 @@ def mixed_structures(manager, size: int) -> Any:
     batch = buffer.samples
     assert batch.num_nodes_per_graph.tolist() == [1 + int(c) % 100 % 3 for c in batch.charge]
     return batch.charge.tolist()
+
+
+def pooled(seed: int, rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Sources, targets and the targets' labels of every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, start = [], 0
+    for n in rows:
+        x0, x1 = torch.randn(n, 2, generator=generator), 3 * torch.randn(n, 2, generator=generator)
+        parts.append((x0, x1, torch.arange(start, start + n)))
+        start += n
+    return parts
+
+
+def coupled(manager, rows: list[int], reg: float, by_group: bool) -> Any:
+    x0, x1, labels = pooled(11, rows)[manager.rank]
+    coupling = SinkhornCoupling(reg=reg, process_group=dist.group.WORLD if by_group else manager)
+    generator = torch.Generator().manual_seed(5 + manager.rank)
+    pairs = coupling(x0, x1, generator=generator, conditions={"label": labels, "double": [2 * labels]})
+    assert torch.equal(pairs.x0, x0)
+    assert torch.equal(pairs.conditions["double"][0], 2 * pairs.conditions["label"])
+    return pairs.x1.tolist(), pairs.conditions["label"].tolist()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from nvalchemi.ebm.couplings import SinkhornCoupling
+from tests.distributed import ebm_cases as cases
 
 CASES = "tests.distributed.ebm_cases"
 
@@ -33,3 +37,15 @@ def test_mixing_structures_loses_and_doubles_none(ranks, size):
     both = ranks.call(f"{CASES}:mixed_structures", size)
     assert sorted(both[0] + both[1]) == [*range(size), *range(100, 100 + size)]
     assert len(both[0]) == size
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+@pytest.mark.parametrize(("rows", "reg"), [([24, 24], 0.05), ([9, 31], 1e-3)])
+def test_ranks_pair_as_one_process_with_all_rows(ranks, rows, reg, by_group):
+    """Whatever the ranks' own generators: rank 0's draws for all."""
+    both = ranks.call(f"{CASES}:coupled", rows, reg, by_group)
+    x0, x1, labels = (torch.cat(part) for part in zip(*cases.pooled(11, rows), strict=True))
+    pairs = SinkhornCoupling(reg=reg)(x0, x1, generator=torch.Generator().manual_seed(5), conditions=labels)
+    assert torch.equal(torch.tensor(both[0][0] + both[1][0]), pairs.x1)
+    assert both[0][1] + both[1][1] == pairs.conditions.tolist()
+    assert any(label >= rows[0] for label in both[0][1]) and any(label < rows[0] for label in both[1][1])
