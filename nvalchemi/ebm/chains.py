@@ -50,6 +50,18 @@ class Chains(ABC):
         """The sum over each chain, (size,), of a tensor of the positions' shape."""
 
     @abstractmethod
+    def subset(self, index: Tensor) -> Chains:
+        """The chains ``index`` alone, without a copy of `start` that anybody may change."""
+
+    @abstractmethod
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        """The positions of the chains ``index``, a copy."""
+
+    @abstractmethod
+    def put_(self, x: Tensor, index: Tensor, values: Tensor) -> None:
+        """Replace the positions of the chains ``index``, in place."""
+
+    @abstractmethod
     def inputs(self, x: Tensor) -> Any:
         """What the energy takes where the positions are ``x``; also what a user gets back."""
 
@@ -81,14 +93,14 @@ class Chains(ABC):
 class DenseChains(Chains):
     """Chains whose positions are a tensor (batch, ...): every row is a chain."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, copy: bool = True) -> None:
         if x.ndim < 1 or not x.is_floating_point():
             raise ConfigError(
                 "a sampler moves samples of a floating dtype, one a row",
                 found=f"{tuple(x.shape)} {x.dtype}",
                 needed="(batch, ...) of a floating dtype",
             )
-        self.start = x.detach().clone(memory_format=torch.contiguous_format)
+        self.start = x.detach().clone(memory_format=torch.contiguous_format) if copy else x
         self.size = x.shape[0]
         self._column = (-1, *[1] * (x.ndim - 1))
 
@@ -107,6 +119,18 @@ class DenseChains(Chains):
     def total(self, values: Tensor) -> Tensor:
         """See `Chains.total`."""
         return values if values.ndim == 1 else values.flatten(1).sum(1)
+
+    def subset(self, index: Tensor) -> DenseChains:
+        """See `Chains.subset`."""
+        return DenseChains(self.start[index], copy=False)
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        """See `Chains.take`."""
+        return x.index_select(0, index)
+
+    def put_(self, x: Tensor, index: Tensor, values: Tensor) -> None:
+        """See `Chains.put_`."""
+        x.index_copy_(0, index, values)
 
     def inputs(self, x: Tensor) -> Tensor:
         """See `Chains.inputs`."""

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from nvalchemi.ebm.record import Progress
+from nvalchemi.ebm.samplers.base import NOTHING, EnergySampler, Run
 from nvalchemi.errors import ConfigError
+
+Way = tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""Positions after a way, the logarithm of each chain's acceptance, and numbers for the diagnostics."""
 
 
 class DualAveraging:
@@ -56,3 +67,84 @@ class DualAveraging:
         log_step = self._center - math.sqrt(self._count) / 0.05 * self._error
         self._log_mean += self._count**-0.75 * (log_step - self._log_mean)
         self.current = math.exp(log_step)
+
+
+class AdaptiveSampler(EnergySampler):
+    """A sampler whose step size can be adapted to a wanted acceptance.
+
+    Attributes
+    ----------
+    good_acceptance
+        What `warm_up` aims at where nothing else is said.
+    """
+
+    good_acceptance: ClassVar[float] = 0.8
+
+    @abstractmethod
+    def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
+        """Yield after each way; with ``average`` the step size is its `DualAveraging.current`."""
+
+    def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """See `Sampler.moves`."""
+        for x, _, numbers in self.ways(run, None):
+            yield x, numbers
+
+    def warm_up(
+        self,
+        x: Any = None,
+        dim: int | tuple[int, ...] | None = None,
+        n_steps: int = 200,
+        n_samples: int = 1,
+        target_acceptance: float | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        progress: bool | Progress = False,
+    ) -> Any:
+        """Move the chains while the step size is adapted, and set `step_size` to the number found.
+
+        Dual averaging of the mean acceptance probability of all chains: Hoffman and Gelman, JMLR 15, 1593 (2014). Draws made here are
+        none of the target's.
+
+        Parameters
+        ----------
+        x, dim, n_samples, generator, progress
+            As `sample` takes them.
+        n_steps
+            Ways.
+        target_acceptance
+            The mean acceptance probability that is wanted; `good_acceptance` if not given.
+
+        Returns
+        -------
+        Tensor
+            The last states: where `sample` should begin.
+
+        Raises
+        ------
+        ConfigError
+            Where `step_size` is not a number.
+        """
+        if isinstance(self.step_size, Tensor) or callable(self.step_size):
+            raise ConfigError(
+                "only a step size that is a number can be adapted", found=self.step_size, fix="give step_size a number"
+            )
+        target = self.good_acceptance if target_acceptance is None else target_acceptance
+        warming = _WarmUp(self, DualAveraging(self.step_size, target))
+        last = warming.sample(x, dim, n_steps, n_samples, generator=generator, progress=progress)
+        self.step_size = warming.average.final
+        return last
+
+
+class _WarmUp(EnergySampler):
+    """The ways of another sampler, with the step size under adaptation."""
+
+    def __init__(self, sampler: AdaptiveSampler, average: DualAveraging) -> None:
+        super().__init__(sampler.model, sampler.step_size)
+        self._sampler, self.average = sampler, average
+
+    def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """See `Sampler.moves`."""
+        for x, log_acceptance, _ in self._sampler.ways(run, self.average):
+            probability = log_acceptance.clamp(max=0.0).exp().nan_to_num(nan=0.0)
+            self.average.update(float(probability.mean()))
+            yield x, NOTHING

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvalchemi.ebm.chains import Chains, chains_of
 from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
-from nvalchemi.ebm.samplers.settings import Setting
+from nvalchemi.ebm.settings import Setting, checked
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
 
@@ -44,11 +44,17 @@ class Run:
         """Standard normal numbers in a new tensor like ``like``."""
         return torch.empty_like(like).normal_(generator=self.generator)
 
-    def uniform(self) -> Tensor:
-        """A number uniform in [0, 1) for each chain, (size,), at least float32."""
+    def refill_(self, noise: Tensor) -> Tensor:
+        """The same tensor, filled with standard normal numbers."""
+        return noise.normal_(generator=self.generator)
+
+    def uniform(self, count: int | None = None) -> Tensor:
+        """``count`` numbers uniform in [0, 1), one a chain if not given, at least float32."""
         start = self.chains.start
         dtype = torch.promote_types(start.dtype, torch.float32)
-        return torch.empty(self.chains.size, device=start.device, dtype=dtype).uniform_(generator=self.generator)
+        return torch.empty(self.chains.size if count is None else count, device=start.device, dtype=dtype).uniform_(
+            generator=self.generator
+        )
 
 
 def check_start(energy: Tensor, sampler: str) -> None:
@@ -69,34 +75,30 @@ def check_start(energy: Tensor, sampler: str) -> None:
 
 
 class Sampler(ABC):
-    """Draws samples of exp(-energy) by moving many chains at once.
+    """Draws samples by moving many chains at once.
 
-    A sampler holds the energy and never wraps, trains or saves it. It has no random state of its own: all random numbers come from the
+    A sampler holds its model and never wraps, trains or saves it. It has no random state of its own: all random numbers come from the
     ``generator`` of the call. With none given they come from torch's default generator of the samples' device, the stream that
-    ``torch.manual_seed`` seeds. While it samples, the energy is in evaluation mode and no graph is kept; afterwards modes are as they
+    ``torch.manual_seed`` seeds. While it samples, the model is in evaluation mode and no graph is kept; afterwards modes are as they
     were and no parameter has got a gradient.
 
     Parameters
     ----------
     model
-        The energy.
-    step_size
-        The step: a number, one number a chain (batch,), or a function of the step (from 0) that gives either; see
-        `nvalchemi.ebm.schedules`.
+        What gives the energy, or the field that the samples follow.
     """
 
-    step_size: Setting
-
-    def __init__(self, model: EnergyModel, step_size: Setting) -> None:
-        if not isinstance(model, EnergyModel):
-            raise ConfigError(
-                f"{type(self).__name__} samples an energy",
-                found=type(model).__name__,
-                needed="a nvalchemi.models.EnergyModel",
-                fix="derive the energy from EnergyModel and put its network into self.net",
-            )
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.step_size = step_size
+
+    @property
+    def energy_model(self) -> EnergyModel | None:
+        """The energy that the diagnostics are about; None where there is none."""
+        return self.model if isinstance(self.model, EnergyModel) else None
+
+    @abstractmethod
+    def step_named(self, step: int) -> object:
+        """The step size at a step, for messages."""
 
     @abstractmethod
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
@@ -155,7 +157,7 @@ class Sampler(ABC):
         """
         with quiet(self.model):
             run = Run(chains_of(x, dim, n_samples, self.model, generator), n_steps, generator, return_diagnostics)
-            record = Record(run.chains, self.model, n_steps, thin, return_trajectory, return_diagnostics)
+            record = Record(run.chains, self.energy_model, n_steps, thin, return_trajectory, return_diagnostics)
             state, seen, name = run.chains.start, 0, type(self).__name__
             with shown(progress, name) as report:
                 for step, (state, extra) in enumerate(self.moves(run)):
@@ -164,12 +166,39 @@ class Sampler(ABC):
                     if report is not None:
                         report(step + 1, n_steps)
                     if (step + 1) % CHECK_EVERY == 0:
-                        check_finite(run.chains, state, name, seen, step + 1, self._step_size_at(step))
+                        check_finite(run.chains, state, name, seen, step + 1, self.step_named(step))
                         seen = step + 1
                 if seen < n_steps:
-                    check_finite(run.chains, state, name, seen, n_steps, self._step_size_at(n_steps - 1))
+                    check_finite(run.chains, state, name, seen, n_steps, self.step_named(n_steps - 1))
             return record.result(state)
 
-    def _step_size_at(self, step: int) -> object:
+
+class EnergySampler(Sampler):
+    """A sampler of exp(-E / T) whose steps have a size.
+
+    Parameters
+    ----------
+    model
+        The energy.
+    step_size
+        A number, one number a chain (batch,), or a function of the step (from 0) that gives either; see `nvalchemi.ebm.schedules`.
+    """
+
+    model: EnergyModel
+    step_size: Setting
+
+    def __init__(self, model: EnergyModel, step_size: Setting) -> None:
+        if not isinstance(model, EnergyModel):
+            raise ConfigError(
+                f"{type(self).__name__} samples an energy",
+                found=type(model).__name__,
+                needed="a nvalchemi.models.EnergyModel",
+                fix="derive the energy from EnergyModel and put its network into self.net",
+            )
+        super().__init__(model)
+        self.step_size = checked("step_size", step_size)
+
+    def step_named(self, step: int) -> object:
+        """See `Sampler.step_named`."""
         setting = self.step_size
         return setting(step) if not isinstance(setting, Tensor) and callable(setting) else setting

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.samplers.base import NOTHING, Run, Sampler
-from nvalchemi.ebm.samplers.settings import Setting, add_, checked, spread, value
+from nvalchemi.ebm.samplers.base import NOTHING, EnergySampler, Run
+from nvalchemi.ebm.settings import Setting, add_, spread, value
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
 
-class GradientDescentSampler(Sampler):
+class GradientDescentSampler(EnergySampler):
     """Gradient descent: x <- x - h grad E(x).
 
     Parameters
@@ -25,7 +25,7 @@ class GradientDescentSampler(Sampler):
     """
 
     def __init__(self, model: EnergyModel, step_size: Setting = 1e-3) -> None:
-        super().__init__(model, checked("step_size", step_size))
+        super().__init__(model, step_size)
 
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""
@@ -36,7 +36,7 @@ class GradientDescentSampler(Sampler):
             yield x, NOTHING
 
 
-class NesterovSampler(Sampler):
+class NesterovSampler(EnergySampler):
     """Nesterov's accelerated descent: v <- m v - h grad E(x + m v), x <- x + v.
 
     Nesterov, Soviet Mathematics Doklady 27, 372 (1983). The velocity is zero at the beginning of a call.
@@ -52,7 +52,7 @@ class NesterovSampler(Sampler):
     """
 
     def __init__(self, model: EnergyModel, step_size: Setting = 1e-3, momentum: float = 0.9) -> None:
-        super().__init__(model, checked("step_size", step_size))
+        super().__init__(model, step_size)
         if not 0.0 <= momentum < 1.0:
             raise ConfigError("no such momentum", found=momentum, needed="at least 0 and less than 1")
         self.momentum = float(momentum)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from nvalchemi.ebm.integrators import SymplecticIntegrator, symplectic_integrator
-from nvalchemi.ebm.record import Progress
-from nvalchemi.ebm.samplers.adaptation import DualAveraging
-from nvalchemi.ebm.samplers.base import NOTHING, Run, Sampler, check_start
+from nvalchemi.ebm.samplers.adaptation import AdaptiveSampler, DualAveraging, Way
+from nvalchemi.ebm.samplers.base import NOTHING, Run, check_start
 from nvalchemi.ebm.samplers.mechanics import Mass, Mechanics
-from nvalchemi.ebm.samplers.settings import Setting, Value, changes, checked, root, spread, value
+from nvalchemi.ebm.settings import Setting, Value, changes, checked, root, spread, value
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
 
-class HamiltonianMonteCarlo(Sampler):
+class HamiltonianMonteCarlo(AdaptiveSampler):
     """Hamiltonian Monte Carlo: a random momentum, a way through phase space, and a test whether to stay there.
 
     Draws exactly from exp(-E / T), whatever the step. Each way costs one gradient a leapfrog step. A way whose energy is not finite
@@ -43,14 +40,7 @@ class HamiltonianMonteCarlo(Sampler):
         Each way of each chain takes a step up to this share longer or shorter, so that no way fits a period of the target.
     integrator
         ``"leapfrog"``, or a `nvalchemi.ebm.integrators.SymplecticIntegrator`.
-
-    Attributes
-    ----------
-    good_acceptance
-        What `warm_up` aims at where nothing else is said.
     """
-
-    good_acceptance: ClassVar[float] = 0.8
 
     def __init__(
         self,
@@ -62,7 +52,7 @@ class HamiltonianMonteCarlo(Sampler):
         jitter: float = 0.0,
         integrator: str | SymplecticIntegrator = "leapfrog",
     ) -> None:
-        super().__init__(model, checked("step_size", step_size))
+        super().__init__(model, step_size)
         if n_leapfrog_steps < 1 or not 0.0 <= jitter < 1.0:
             raise ConfigError(
                 "no such way",
@@ -73,61 +63,12 @@ class HamiltonianMonteCarlo(Sampler):
         self.temperature = checked("temperature", temperature)
         self.integrator = symplectic_integrator(integrator)
 
-    def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """See `Sampler.moves`."""
-        for x, _, accepted in self._ways(run, None):
-            yield x, {"acceptance_rate": accepted.float().mean()} if run.diagnostics else NOTHING
-
-    def warm_up(
-        self,
-        x: Any = None,
-        dim: int | tuple[int, ...] | None = None,
-        n_steps: int = 200,
-        n_samples: int = 1,
-        target_acceptance: float | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        progress: bool | Progress = False,
-    ) -> Any:
-        """Move the chains while the step size is adapted, and set `step_size` to the number found.
-
-        Dual averaging of the mean acceptance probability of all chains: Hoffman and Gelman, JMLR 15, 1593 (2014). Draws made here are
-        none of the target's.
-
-        Parameters
-        ----------
-        x, dim, n_samples, generator, progress
-            As `sample` takes them.
-        n_steps
-            Ways.
-        target_acceptance
-            The mean acceptance probability that is wanted; `good_acceptance` if not given.
-
-        Returns
-        -------
-        Tensor
-            The last states: where `sample` should begin.
-
-        Raises
-        ------
-        ConfigError
-            Where `step_size` is not a number.
-        """
-        if isinstance(self.step_size, Tensor) or callable(self.step_size):
-            raise ConfigError(
-                "only a step size that is a number can be adapted", found=self.step_size, fix="give step_size a number"
-            )
-        warming = _WarmUp(self, DualAveraging(self.step_size, target_acceptance or self.good_acceptance))
-        last = warming.sample(x, dim, n_steps, n_samples, generator=generator, progress=progress)
-        self.step_size = warming.average.final
-        return last
-
     def _time_step(self, setting: Value) -> Value:
         """The leapfrog step that belongs to a step size."""
         return setting
 
-    def _ways(self, run: Run, average: DualAveraging | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Positions, logarithms of the acceptance ratio (size,) and who was accepted (size,), after each way."""
+    def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
+        """See `AdaptiveSampler.ways`."""
         chains, x = run.chains, run.chains.start
         mechanics = Mechanics(self.model, chains, self.mass)
         energy, gradient = mechanics.energy_and_gradient(x)
@@ -151,7 +92,7 @@ class HamiltonianMonteCarlo(Sampler):
             x = chains.choose(accepted, there, x)
             gradient = chains.choose(accepted, new_gradient, gradient)
             energy = torch.where(accepted, new_energy, energy)
-            yield x, log_ratio, accepted
+            yield x, log_ratio, {"acceptance_rate": accepted.float().mean()} if run.diagnostics else NOTHING
 
     def _values(self, run: Run, mechanics: Mechanics, step: int, average: DualAveraging | None) -> tuple[Value, Value]:
         """The leapfrog step as `Mechanics` takes it, and the temperature."""
@@ -161,21 +102,6 @@ class HamiltonianMonteCarlo(Sampler):
         if self.jitter:
             size = size * (1.0 + self.jitter * (2.0 * run.uniform() - 1.0)).to(run.chains.start.dtype)
         return mechanics.scaled(size), temperature
-
-
-class _WarmUp(Sampler):
-    """The same ways, with the step size under adaptation."""
-
-    def __init__(self, sampler: HamiltonianMonteCarlo, average: DualAveraging) -> None:
-        super().__init__(sampler.model, sampler.step_size)
-        self._sampler, self.average = sampler, average
-
-    def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """See `Sampler.moves`."""
-        for x, log_ratio, _ in self._sampler._ways(run, self.average):
-            probability = log_ratio.clamp(max=0.0).exp().nan_to_num_(nan=0.0)
-            self.average.update(float(probability.mean()))
-            yield x, NOTHING
 
 
 class MetropolisAdjustedLangevin(HamiltonianMonteCarlo):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from nvalchemi.ebm.chains import Chains
-from nvalchemi.ebm.samplers.base import NOTHING, Run, Sampler
-from nvalchemi.ebm.samplers.settings import Setting, Value, add_, changes, checked, root, spread, value
+from nvalchemi.ebm.integrators import EulerMaruyamaIntegrator, FixedStepIntegrator, check_stochastic, get_integrator
+from nvalchemi.ebm.samplers.base import NOTHING, EnergySampler, Run
+from nvalchemi.ebm.settings import Setting, Value, add_, changes, checked, root, spread, value
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
 
-class LangevinDynamics(Sampler):
+class LangevinDynamics(EnergySampler):
     """Overdamped Langevin dynamics: down the gradient, with noise.
 
     One step with step size h, noise scale s, temperature T and decay d is::
@@ -34,6 +36,9 @@ class LangevinDynamics(Sampler):
         d.
     clamp
         (lower, upper): every coordinate is bounded to this range after each step.
+    integrator
+        ``"euler_maruyama"``, the step above; ``"heun"``, with two gradients a step and an error of the second order; or a
+        `nvalchemi.ebm.integrators.FixedStepIntegrator` that takes noise.
 
     Examples
     --------
@@ -49,8 +54,9 @@ class LangevinDynamics(Sampler):
         decay: float = 0.0,
         clamp: tuple[float, float] | None = None,
         temperature: Setting = 1.0,
+        integrator: str | FixedStepIntegrator = "euler_maruyama",
     ) -> None:
-        super().__init__(model, checked("step_size", step_size))
+        super().__init__(model, step_size)
         self.noise_scale = checked("noise_scale", noise_scale)
         self.temperature = checked("temperature", temperature)
         if not decay >= 0.0:
@@ -59,27 +65,42 @@ class LangevinDynamics(Sampler):
         if clamp is not None and not clamp[0] < clamp[1]:
             raise ConfigError("clamp is no range", found=clamp, needed="(lower, upper)")
         self.clamp = clamp
+        scheme = get_integrator(integrator)
+        check_stochastic(scheme)
+        if not isinstance(scheme, FixedStepIntegrator):
+            raise ConfigError(
+                "Langevin dynamics takes steps of its own", found=type(scheme).__name__, needed="a FixedStepIntegrator"
+            )
+        self.integrator = scheme
+        # The usual scheme is done in place here: two passes over the positions, and no memory a step.
+        self._by_hand = type(scheme) is EulerMaruyamaIntegrator
 
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""
-        model, chains, x = self.model, run.chains, run.chains.start
+        chains, x = run.chains, run.chains.start
         moving = changes(self.step_size, self.noise_scale, self.temperature)
-        drift, noise = self._factors(chains, 0)
+        h, scale = self._factors(chains, 0)
+        noise = torch.empty_like(x)
         for step in range(run.n_steps):
             if moving and step:
-                drift, noise = self._factors(chains, step)
-            gradient = chains.gradient(model, x)
-            if self.decay:
-                gradient = gradient.add(x, alpha=self.decay)
-            add_(x, drift, gradient)
-            add_(x, noise, run.normal(x))
+                h, scale = self._factors(chains, step)
+            if self._by_hand:
+                add_(x, -h, self._slope(chains, x))
+                add_(x, scale, run.refill_(noise))
+            else:
+                x = self.integrator.step(lambda x, _: self._slope(chains, x).neg_(), x, 0.0, h, run.refill_(noise).mul_(scale))
             if self.clamp is not None:
                 x.clamp_(*self.clamp)
             yield x, NOTHING
 
+    def _slope(self, chains: Chains, x: Tensor) -> Tensor:
+        """The gradient of the energy and of the decay."""
+        gradient = chains.gradient(self.model, x)
+        return gradient.add(x, alpha=self.decay) if self.decay else gradient
+
     def _factors(self, chains: Chains, step: int) -> tuple[Value, Value]:
-        """What the gradient and the noise are multiplied by at this step."""
+        """The step, and what noise is multiplied by."""
         h = value("step_size", self.step_size, step, chains)
         temperature = value("temperature", self.temperature, step, chains)
         noise = value("noise_scale", self.noise_scale, step, chains) * root(2.0 * h * temperature)
-        return spread(-h, chains), spread(noise, chains)
+        return spread(h, chains), spread(noise, chains)

@@ -7,13 +7,14 @@ Momenta are kept in units in which the mass is one: with mass M = L Lᵀ they ar
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from nvalchemi.ebm.chains import Chains
-from nvalchemi.ebm.samplers.settings import Value, add_, spread
+from nvalchemi.ebm.settings import Value, add_, spread
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
@@ -45,6 +46,12 @@ class Mechanics:
             if not 0.0 < float(mass) < math.inf:
                 raise ConfigError("a mass is positive", found=float(mass))
             self._scale = 1.0 / math.sqrt(float(mass))
+
+    def subset(self, index: Tensor) -> Mechanics:
+        """The same for the chains ``index`` alone."""
+        other = copy(self)
+        other.chains = self.chains.subset(index)
+        return other
 
     def scaled(self, step: Value) -> Value:
         """A step of time as `drift_` and `kick_` take it."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.samplers.base import NOTHING, Run, Sampler
+from nvalchemi.ebm.samplers.base import NOTHING, EnergySampler, Run
 from nvalchemi.ebm.samplers.mechanics import Mass, Mechanics
-from nvalchemi.ebm.samplers.settings import Setting, Value, add_, changes, checked, root, spread, value
+from nvalchemi.ebm.settings import Setting, Value, add_, changes, checked, root, spread, value
 from nvalchemi.models import EnergyModel
 
 
-class UnderdampedLangevin(Sampler):
+class UnderdampedLangevin(EnergySampler):
     """Underdamped Langevin dynamics: momenta that friction slows and noise drives, split as BAOAB.
 
     A step is half a kick by the forces, half a drift, the exact solution of friction and noise, half a drift and half a kick: one
@@ -43,7 +43,7 @@ class UnderdampedLangevin(Sampler):
         temperature: Setting = 1.0,
         mass: Mass = 1.0,
     ) -> None:
-        super().__init__(model, checked("step_size", step_size))
+        super().__init__(model, step_size)
         self.friction = checked("friction", friction)
         self.temperature = checked("temperature", temperature)
         self.mass = mass
@@ -56,12 +56,13 @@ class UnderdampedLangevin(Sampler):
         half, keep, noise = self._factors(mechanics, 0)
         q = run.normal(x).mul_(spread(root(value("temperature", self.temperature, 0, chains)), chains))
         gradient = mechanics.gradient(x) if run.n_steps else q
+        fresh = torch.empty_like(q)
         for step in range(run.n_steps):
             if moving and step:
                 half, keep, noise = self._factors(mechanics, step)
             mechanics.kick_(q, -half, gradient)
             mechanics.drift_(x, half, q)
-            add_(q.mul_(keep), noise, run.normal(q))
+            add_(q.mul_(keep), noise, run.refill_(fresh))
             mechanics.drift_(x, half, q)
             gradient = mechanics.gradient(x)
             mechanics.kick_(q, -half, gradient)

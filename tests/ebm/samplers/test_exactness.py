@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, MetropolisAdjustedLangevin
+from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, MetropolisAdjustedLangevin, NoUTurnSampler, RiemannianManifoldHMC
 from nvalchemi.ebm.toy import GaussianMixtureModel, GaussianModel
 
 CHAINS = 3000
@@ -21,6 +21,13 @@ def correlated(dim=10):
     cov = root @ root.mT / dim + 0.5 * torch.eye(dim, dtype=torch.float64)
     width = torch.linspace(0.5, 2.0, dim, dtype=torch.float64) / cov.diagonal().sqrt()
     return GaussianModel(torch.linspace(-1.0, 1.0, dim).double(), width[:, None] * cov * width).float()
+
+
+def curved(x):
+    """A metric that depends on the position, and is not diagonal."""
+    a, b = 1 + 0.5 * x[:, 0].cos(), 1 + 0.3 * x[:, 1].tanh()
+    off = 0.3 * x[:, 0].sin()
+    return torch.stack([torch.stack([a + 0.5, off], 1), torch.stack([off, b + 0.5], 1)], 1)
 
 
 def modes():
@@ -39,6 +46,13 @@ SAMPLERS = {
         20,
         lambda model: HamiltonianMonteCarlo(model, 0.6, 4),
         40,
+    ),
+    "nuts": (lambda model: NoUTurnSampler(model, 0.4), 6, lambda model: NoUTurnSampler(model, 0.5), 15),
+    "rmhmc": (
+        lambda model: RiemannianManifoldHMC(model, lambda x: model.precision.expand(len(x), -1, -1), 0.5, 3),
+        8,
+        lambda model: RiemannianManifoldHMC(model, curved, 0.5, 4),
+        6,
     ),
 }
 
@@ -66,7 +80,9 @@ def test_two_modes(name):
     """The weights of the modes are the means of their shares of the density."""
     model = modes()
     _, _, make, steps = SAMPLERS[name]
-    start = torch.randn(CHAINS, 2, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    # A metric makes small steps of wide jumps: it is tried from exact samples, which it must leave as they are.
+    start = model.draw(CHAINS, generator=generator).float() if name == "rmhmc" else torch.randn(CHAINS, 2, generator=generator)
     x = make(model).sample(x=start, n_steps=steps, generator=torch.Generator().manual_seed(0))
     assert_moments(x, model.statistics())
     share = model._log_parts(x.double()).softmax(0)[0]

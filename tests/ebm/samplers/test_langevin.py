@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from nvalchemi.ebm.integrators import EulerMaruyamaIntegrator
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import MLPEnergy
@@ -230,3 +231,21 @@ def test_progress():
     sampler.sample(dim=1, n_steps=3, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     sampler.sample(dim=1, n_steps=3, progress=True)
+
+
+def test_heun_has_an_error_of_second_order():
+    """For E = x²/2 a step keeps 1 - h + h²/2 of x and (1 - h/2) of the noise."""
+    h = 0.5
+    exact = 2 * h * (1 - h / 2) ** 2 / (1 - (1 - h + h**2 / 2) ** 2)
+    sampler = LangevinDynamics(Quadratic(), h, integrator="heun")
+    x = sampler.sample(x=exact**0.5 * torch.randn(20000, 2, generator=seeded(1)), n_steps=16, generator=seeded())
+    assert abs(x.var().item() - exact) < 3 * exact * (2 / 40000) ** 0.5
+    assert abs(exact - 1.0) < abs(1 / (1 - h / 2) - 1.0) / 3
+    plain = LangevinDynamics(Quadratic(), 0.1)
+    same = LangevinDynamics(Quadratic(), 0.1, integrator=type("Mine", (EulerMaruyamaIntegrator,), {})())
+    for size in (0.1, torch.tensor([0.1, 0.2, 0.3])):
+        plain.step_size = same.step_size = size
+        torch.testing.assert_close(*(s.sample(x=torch.ones(3, 2), n_steps=3, generator=seeded()) for s in (plain, same)))
+    for name, words in (("rk4", "stochastic"), ("dopri5", "stochastic"), ("leapfrog", "unknown")):
+        with pytest.raises(ConfigError, match=words):
+            LangevinDynamics(Quadratic(), 0.1, integrator=name)

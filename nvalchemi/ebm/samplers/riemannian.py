@@ -1,0 +1,145 @@
+"""Hamiltonian Monte Carlo on a manifold: a mass that depends on the position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nvalchemi.ebm.chains import Chains
+from nvalchemi.ebm.samplers.adaptation import AdaptiveSampler, DualAveraging, Way
+from nvalchemi.ebm.samplers.base import NOTHING, Run, check_start
+from nvalchemi.ebm.settings import Setting, Value, checked, spread, value
+from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel
+from nvalchemi.models.gradient import differentiable, input_gradient, leaf
+
+
+class RiemannianManifoldHMC(AdaptiveSampler):
+    """Hamiltonian Monte Carlo with a metric G(x) for a mass: H = E / T + pᵀ G⁻¹ p / 2 + log det G / 2.
+
+    Draws exactly from exp(-E / T). The generalised leapfrog method keeps volumes and can be reversed, as long as its two implicit
+    equations are solved; a chain for which they are not, after ``n_fixed_point_steps`` iterations, stays where it is. Girolami and
+    Calderhead, Journal of the Royal Statistical Society B 73, 123 (2011).
+
+    A leapfrog step costs up to 2 ``n_fixed_point_steps`` metrics and, for each of those of the momenta, their derivative. Diagnostics
+    have ``"acceptance_rate"``, the share of the chains that moved, and ``"unsolved"``, the share that stayed for want of a solution.
+
+    Parameters
+    ----------
+    model
+        The energy of vectors (batch, dim).
+    metric_fn
+        From positions (batch, dim) to metrics (batch, dim, dim), symmetric and positive definite, differentiable by autograd.
+    step_size
+        The leapfrog step: a number, one number a chain (batch,), or a function of the step that gives either.
+    n_leapfrog_steps
+        Leapfrog steps a way.
+    n_fixed_point_steps
+        Iterations of an implicit equation.
+    tolerance
+        The greatest change of a coordinate in the last iteration, over 1 + its size, at which the equation counts as solved; the square
+        root of the dtype's resolution if not given.
+    temperature
+        T: as ``step_size``.
+    """
+
+    def __init__(
+        self,
+        model: EnergyModel,
+        metric_fn: Callable[[Tensor], Tensor],
+        step_size: Setting = 1e-1,
+        n_leapfrog_steps: int = 5,
+        n_fixed_point_steps: int = 8,
+        tolerance: float | None = None,
+        temperature: Setting = 1.0,
+    ) -> None:
+        super().__init__(model, step_size)
+        if n_leapfrog_steps < 1 or n_fixed_point_steps < 1:
+            raise ConfigError(
+                "no such way",
+                found=f"n_leapfrog_steps={n_leapfrog_steps}, n_fixed_point_steps={n_fixed_point_steps}",
+                needed="both at least 1",
+            )
+        self.metric_fn, self.tolerance = metric_fn, tolerance
+        self.n_leapfrog_steps, self.n_fixed_point_steps = n_leapfrog_steps, n_fixed_point_steps
+        self.temperature = checked("temperature", temperature)
+
+    def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
+        """See `AdaptiveSampler.ways`."""
+        chains, x = run.chains, run.chains.start
+        if x.ndim != 2:
+            raise ConfigError("a metric is one of vectors", found=f"samples {tuple(x.shape)}", needed="(batch, dim)")
+        tolerance = torch.finfo(x.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
+        check_start(chains.energy(self.model, x), type(self).__name__)
+        for step in range(run.n_steps):
+            size = spread(value("step_size", self.step_size if average is None else average.current, step, chains), chains)
+            way = _Way(self, chains, value("temperature", self.temperature, step, chains), size, tolerance)
+            p = (way.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
+            before = way.hamiltonian(x, p)
+            there, p = way.go(x, p)
+            log_ratio = torch.where(way.solved, before - way.hamiltonian(there, p), -torch.inf)
+            accepted = (log_ratio > run.uniform().log_()) & (log_ratio < torch.inf)
+            x = chains.choose(accepted, there, x)
+            numbers = {"acceptance_rate": accepted.float().mean(), "unsolved": 1.0 - way.solved.float().mean()}
+            yield x, log_ratio, numbers if run.diagnostics else NOTHING
+
+
+class _Way:
+    """One way of all chains by the generalised leapfrog method."""
+
+    def __init__(self, sampler: RiemannianManifoldHMC, chains: Chains, temperature: Value, step: Value, tolerance: float) -> None:
+        self._sampler, self._chains, self._temperature, self._step = sampler, chains, temperature, step
+        self._tolerance = tolerance
+        self.solved = torch.ones(chains.size, dtype=torch.bool, device=chains.start.device)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """The lower factor of the metric (batch, dim, dim); NaN where it is not positive definite."""
+        factor, failed = torch.linalg.cholesky_ex(self._sampler.metric_fn(x))
+        return torch.where((failed == 0)[:, None, None], factor, torch.nan)
+
+    def hamiltonian(self, x: Tensor, p: Tensor) -> Tensor:
+        """H (batch,)."""
+        factor = self.factor(x)
+        white = torch.linalg.solve_triangular(factor, p.unsqueeze(2), upper=False).squeeze(2)
+        volume = factor.diagonal(dim1=1, dim2=2).log().sum(1)
+        return self._chains.energy(self._sampler.model, x) / self._temperature + 0.5 * white.square().sum(1) + volume
+
+    def go(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and momenta at the end of the way."""
+        half = 0.5 * self._step
+        for _ in range(self._sampler.n_leapfrog_steps):
+            p = self._fixed_point(p, partial(self._kicked, x, p, half))
+            middle = x + half * self._velocity(x, p)
+            x = self._fixed_point(x, partial(self._drifted, middle, p, half))
+            p = self._kicked(x, p, half, p)
+        return x, p
+
+    def _kicked(self, x: Tensor, p: Tensor, half: Value, guess: Tensor) -> Tensor:
+        """Momenta after half a kick, by forces that depend on momenta ``guess``."""
+        return p - half * self._slope(x, guess)
+
+    def _drifted(self, middle: Tensor, p: Tensor, half: Value, guess: Tensor) -> Tensor:
+        """Positions after the second half of a drift, by the metric at ``guess``."""
+        return middle + half * self._velocity(guess, p)
+
+    def _slope(self, x: Tensor, p: Tensor) -> Tensor:
+        """The derivative of H with respect to the positions."""
+        with differentiable():
+            at = leaf(x)
+            return input_gradient(self.hamiltonian(at, p.detach()), at)
+
+    def _velocity(self, x: Tensor, p: Tensor) -> Tensor:
+        """G⁻¹ p."""
+        return torch.cholesky_solve(p.unsqueeze(2), self.factor(x)).squeeze(2)
+
+    def _fixed_point(self, start: Tensor, equation: Callable[[Tensor], Tensor]) -> Tensor:
+        """The solution of ``y = equation(y)``; chains without one are noted."""
+        old, new = start, equation(start)
+        for _ in range(self._sampler.n_fixed_point_steps - 1):
+            old, new = new, equation(new)
+        apart = ((new - old).abs() / (1.0 + new.abs())).amax(1)
+        self.solved &= apart <= self._tolerance  # NaN compares false
+        return new
