@@ -5,6 +5,7 @@ Modules of the command line bring in rich where they print: importing it draws f
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ def silence() -> None:
     """Print nothing from here on: this process is one of several, and another speaks for all."""
     global _silent
     _silent = True
+    logging.getLogger("nvalchemi").setLevel(logging.ERROR)
 
 
 def out() -> Console:
