@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nvalchemi.data.datapipes.loader import DataLoader
     from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
     from nvalchemi.data.datapipes.multidataset import MultiDataset
+    from nvalchemi.data.datapipes.parquet_reader import ArrayParquetReader, AtomicDataParquetReader
     from nvalchemi.data.datapipes.permutation import Permutation
     from nvalchemi.data.datapipes.pre_sharded import PreShardedSampler, deal_stores
     from nvalchemi.data.datapipes.reader import Reader, StoredInBlocks
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from nvalchemi.data.datapipes.zarr_writer import AtomicDataZarrWriter
 
 _HOME = {
+    "ArrayParquetReader": "parquet_reader",
     "ArrayZarrReader": "array_zarr",
     "ArrayZarrWriter": "array_zarr",
     "AtomBudgetBatchSampler": "budget",
+    "AtomicDataParquetReader": "parquet_reader",
     "AtomicDataZarrReader": "zarr_reader",
     "AtomicDataZarrWriter": "zarr_writer",
     "BaseDataset": "dataset",
@@ -63,9 +66,11 @@ _HOME = {
 }
 
 __all__ = [
+    "ArrayParquetReader",
     "ArrayZarrReader",
     "ArrayZarrWriter",
     "AtomBudgetBatchSampler",
+    "AtomicDataParquetReader",
     "AtomicDataZarrReader",
     "AtomicDataZarrWriter",
     "BaseDataset",
