@@ -3,6 +3,7 @@
 from nvalchemi.ebm.samplers.adaptation import AdaptiveSampler
 from nvalchemi.ebm.samplers.base import EnergySampler, Sampler
 from nvalchemi.ebm.samplers.descent import GradientDescentSampler, NesterovSampler
+from nvalchemi.ebm.samplers.flow import FlowSampler
 from nvalchemi.ebm.samplers.hmc import HamiltonianMonteCarlo, MetropolisAdjustedLangevin
 from nvalchemi.ebm.samplers.langevin import LangevinDynamics
 from nvalchemi.ebm.samplers.nuts import NoUTurnSampler
@@ -12,6 +13,7 @@ from nvalchemi.ebm.samplers.underdamped import UnderdampedLangevin
 __all__ = [
     "AdaptiveSampler",
     "EnergySampler",
+    "FlowSampler",
     "GradientDescentSampler",
     "HamiltonianMonteCarlo",
     "LangevinDynamics",

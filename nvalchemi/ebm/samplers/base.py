@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,18 @@ class Run:
         Where random numbers come from; None is torch's default generator of the device.
     diagnostics
         Whether somebody wants the numbers that a sampler adds.
+    watched
+        Whether somebody looks at the states on the way.
+    options
+        What one kind of sampler takes beyond the common call.
     """
 
     chains: Chains
     n_steps: int
     generator: torch.Generator | None
     diagnostics: bool = False
+    watched: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def normal(self, like: Tensor) -> Tensor:
         """Standard normal numbers in a new tensor like ``like``."""
@@ -155,8 +161,38 @@ class Sampler(ABC):
         TrainingError
             Positions that are no longer finite.
         """
+        return self._sample(
+            x,
+            dim,
+            n_steps,
+            n_samples,
+            thin,
+            return_trajectory,
+            return_diagnostics,
+            generator=generator,
+            progress=progress,
+            options={},
+        )
+
+    def _sample(
+        self,
+        x: Any,
+        dim: int | tuple[int, ...] | None,
+        n_steps: int,
+        n_samples: int,
+        thin: int,
+        return_trajectory: bool,
+        return_diagnostics: bool,
+        *,
+        generator: torch.Generator | None,
+        progress: bool | Progress,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """What `sample` does, with the options of a kind of sampler."""
         with quiet(self.model):
-            run = Run(chains_of(x, dim, n_samples, self.model, generator), n_steps, generator, return_diagnostics)
+            chains = chains_of(x, dim, n_samples, self.model, generator)
+            watched = return_trajectory or return_diagnostics or progress is not False
+            run = Run(chains, n_steps, generator, return_diagnostics, watched, options)
             record = Record(run.chains, self.energy_model, n_steps, thin, return_trajectory, return_diagnostics)
             state, seen, name = run.chains.start, 0, type(self).__name__
             with shown(progress, name) as report:
