@@ -45,7 +45,7 @@ def input_gradients(energy: Tensor, inputs: Sequence[Tensor], *, create_graph: b
     total = energy.sum()  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
     gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
     if create_graph:
-        return tuple(g + (0.0 * total).to(g.dtype) for g in gradients)
+        return tuple(torch.add(g, total if total.dtype == g.dtype else total.to(g.dtype), alpha=0) for g in gradients)
     return gradients
 
 

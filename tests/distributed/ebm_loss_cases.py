@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from nvalchemi.ebm import losses
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.models import MLPEnergy
-from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
+from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
 from nvalchemi.training.hooks import DDPHook
 from nvalchemi.training.seeds import derive_seed
 from tests.distributed.ddp_cases import own
@@ -28,6 +30,26 @@ def divergence(model: Any, **settings: Any) -> losses.ContrastiveDivergence:
     return losses.ContrastiveDivergence(model, sampler, k_steps=3, energy_reg_weight=0.01, **settings)
 
 
+class Field(nn.Module):
+    """A plain module, which is wrapped as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(torch.cat([x, t[:, None]], 1)).tanh())
+
+
+def field() -> Field:
+    torch.manual_seed(0)
+    return Field().double()
+
+
+def matching(model: Any, **settings: Any) -> losses.EnergyMatching:
+    return losses.EnergyMatching(model, n_langevin_steps=5, **settings)
+
+
 #: a model, and a loss of it
 CASES: dict[str, tuple[Any, Any]] = {
     "score matching": (energy, losses.ScoreMatching),
@@ -39,6 +61,17 @@ CASES: dict[str, tuple[Any, Any]] = {
     "persistent": (energy, lambda m: divergence(m, persistent=True, buffer_size=16, init_steps=2, new_sample_ratio=0.2)),
     "noise contrastive": (energy, lambda m: losses.NoiseContrastiveEstimation(m, noise_ratio=2)),
     "discrepancy": (energy, losses.EnergyDiscrepancy),
+    "flow": (field, losses.FlowMatching),
+    "flow of an energy": (energy, lambda m: losses.FlowMatching(m, "cosine", coupling="sinkhorn")),
+    "equilibrium": (field, losses.EquilibriumMatching),
+    "equilibrium, dot": (field, lambda m: losses.EquilibriumMatching(m, energy_type="dot")),
+    "equilibrium, l2": (field, lambda m: losses.EquilibriumMatching(m, energy_type="l2")),
+    "equilibrium of an energy": (energy, losses.EquilibriumMatching),
+    "energy matching": (energy, lambda m: matching(m, cd_trim_fraction=0.0, cd_clamp=None)),
+    "energy matching, warm-up": (
+        energy,
+        lambda m: matching(m, lambda_cd=lambda step: 2.0 * (step > 0), cd_clamp=None, cd_trim_fraction=0.0),
+    ),
 }
 
 
@@ -105,12 +138,63 @@ def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any
         total = 0.0
         for rank in ranks:
             for batch in window[rank]:
-                found = loss_fns[rank](batch, generator=generators[rank])
+                found = loss_fns[rank](batch, generator=generators[rank], step=start // accumulate)
                 loss = (found[0] if isinstance(found, tuple) else found) * len(batch) / count
                 loss.backward()
                 total += loss.item()
         result["gradients"].append([p.grad.clone() for p in model.parameters()])
         result["losses"].append(total)
+        optimizer.step()
+    result["weights"] = [p.detach() for p in model.parameters()]
+    return result
+
+
+#: the bound holds in one of them
+POOLED = {"bounded": {"cd_clamp": 1e-4}, "free": {"cd_clamp": 10.0}}
+
+
+def pooled(manager, name: str, sizes: list[list[int]]) -> dict[str, Any]:
+    """Energy matching whose chains are ranked over all ranks; validated on shares of unequal numbers of batches."""
+    model, keep = energy(), Keep()
+    loss_fn = matching(model, sigma=0.0, cd_trim_fraction=0.3, process_group=manager, **POOLED[name])
+    strategy = TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": RATE}),
+        loss_fn=loss_fn,
+        num_epochs=1,
+        distributed_manager=manager,
+        seed=SEED,
+        hooks=[keep, DDPHook()],
+        validation_config=ValidationConfig(validation_data=DataLoader(rows(5, 0), batch_size=2)),
+    )
+    strategy.run(own(batches_of(sizes, manager.rank), manager))
+    return {"gradients": keep.gradients, "losses": keep.losses, "weights": [p.detach() for p in model.parameters()]}
+
+
+def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
+    """One process on the joined batches, whose chains and paths are drawn by the ranks' generators one after the other."""
+    model = energy()
+    loss_fn = matching(model, sigma=0.0, cd_trim_fraction=0.3, **POOLED[name])
+    generators = [torch.Generator().manual_seed(derive_seed(SEED, "rank", rank)) for rank in range(2)]
+    negatives, draw = loss_fn.negatives, loss_fn.paths.draw
+
+    def parts(x: torch.Tensor) -> Any:
+        return zip(x.split([share[step] for share in sizes]), generators, strict=True)
+
+    def joined(points: list[Any]) -> Any:
+        fields = [torch.cat(values) for values in list(zip(*points, strict=True))[:5]]
+        return type(points[0])(*fields, None, {})
+
+    loss_fn.negatives = lambda x, x0, _: torch.cat([negatives(own, None, g) for own, g in parts(x)])
+    loss_fn.paths.draw = lambda x, _, conditions: joined([draw(own, g, conditions) for own, g in parts(x)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    result: dict[str, Any] = {"gradients": [], "losses": []}
+    for step in range(len(sizes[0])):
+        optimizer.zero_grad()
+        loss = loss_fn(torch.cat([batches_of(sizes, rank)[step] for rank in range(2)]))[0]
+        loss.backward()
+        result["losses"].append(loss.item())
+        result["gradients"].append([p.grad.clone() for p in model.parameters()])
         optimizer.step()
     result["weights"] = [p.detach() for p in model.parameters()]
     return result

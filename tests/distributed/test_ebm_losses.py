@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.ebm_loss_cases import CASES, SHARES, by_hand
+from tests.distributed.ebm_loss_cases import CASES, POOLED, SHARES, by_hand, pooled_by_hand
 
 HERE = "tests.distributed.ebm_loss_cases"
+
+
+def assert_same(got, wanted):
+    assert len(got["gradients"]) == len(wanted["gradients"])
+    for ours, theirs in zip(got["gradients"], wanted["gradients"], strict=True):
+        scale = max(float(g.abs().max()) for g in theirs)
+        assert scale > 0
+        assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-12 * scale
+    assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-11)
+    for a, b in zip(got["weights"], wanted["weights"], strict=True):
+        assert float((a - b).abs().max()) <= 1e-12
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -16,11 +27,13 @@ def test_two_ranks_are_one_process(ranks, name, share):
     accumulate, sizes = SHARES[share]
     wanted = by_hand(name, accumulate, sizes)
     for got in ranks.call(f"{HERE}:train", name, accumulate, sizes):
-        assert len(got["gradients"]) == len(wanted["gradients"])
-        for ours, theirs in zip(got["gradients"], wanted["gradients"], strict=True):
-            scale = max(float(g.abs().max()) for g in theirs)
-            assert scale > 0
-            assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-12 * scale
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-11)
-        for a, b in zip(got["weights"], wanted["weights"], strict=True):
-            assert float((a - b).abs().max()) <= 1e-12
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_chains_of_all_ranks_are_ranked_together(ranks, name):
+    """Which chains are left out, and whether the bound holds, is then the same as in one process; validation waits for nobody."""
+    sizes = [[2, 7, 4], [6, 3, 4]]
+    wanted = pooled_by_hand(name, sizes)
+    for got in ranks.call(f"{HERE}:pooled", name, sizes):
+        assert_same(got, wanted)

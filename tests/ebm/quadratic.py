@@ -42,8 +42,8 @@ def standard_normal(dim: int = 1, count: int = COUNT, seed: int = 5) -> torch.Te
 def assert_closed_form(make, a, loss, slope, *, x=None, errors=3.0, seed=0, slack=0.0, bias=0.0, **call):
     """``make(model)`` at ``a`` has the loss and dL/da of the closed form, within 3 standard errors of the samples' own spread.
 
-    ``loss`` and ``slope`` are the closed forms, ``bias`` that of dL/db, and ``slack`` what an estimate may be off by; dL/da of each sample comes from differences at equal noise, and the gradient that
-    autograd gives must be its mean.
+    ``loss``, ``slope`` and ``bias`` are the closed forms of L, dL/da and dL/db; ``slack`` is what an estimate may be off by besides.
+    dL/da of each sample comes from differences at equal noise, and the gradient that autograd gives must be its mean.
     """
     x = standard_normal() if x is None else x
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss
 from nvalchemi.ebm.samples import moved, normal_like, positions, spread, total
@@ -52,21 +51,20 @@ class DenoisingScoreMatching(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        at, several = positions(x), not isinstance(self.noise_scale, float)
-        sigma = self._scales(at, len(x), generator)
-        noise = normal_like(at, generator)
-        scale = spread(sigma, x) if isinstance(sigma, Tensor) else sigma
-        if self.conditional:
-            conditions = {**conditions, "sigma": sigma if isinstance(sigma, Tensor) else at.new_full((len(x),), sigma)}
-        noisy = moved(x, (at + scale * noise).detach())
-        gradient = energy_gradient(model, noisy, create_graph=torch.is_grad_enabled(), **conditions)
+        at, graph = positions(x).detach(), torch.is_grad_enabled()
+        noise, count = normal_like(at, generator), len(x)
         # s + z/σ = -(∇E - z/σ): the sign falls away in the square
-        difference = scale * gradient - noise if several else gradient - noise / scale
-        return Terms({"loss": 0.5 * total(difference.square(), x)})
-
-    def _scales(self, at: Tensor, samples: int, generator: torch.Generator | None) -> Tensor | float:
-        """The one scale, or one of them for each sample, (batch,)."""
         if isinstance(self.noise_scale, float):
-            return self.noise_scale
-        which = torch.randint(len(self.noise_scale), (samples,), generator=generator, device=at.device)
-        return at.new_tensor(self.noise_scale)[which]
+            sigma = self.noise_scale
+            told = {"sigma": at.new_full((count,), sigma)} if self.conditional else {}
+            noisy = moved(x, torch.add(at, noise, alpha=sigma))
+            gradient = energy_gradient(model, noisy, create_graph=graph, **conditions, **told)
+            difference = torch.add(gradient, noise, alpha=-1 / sigma)
+        else:
+            which = torch.randint(len(self.noise_scale), (count,), generator=generator, device=at.device)
+            scales = at.new_tensor(self.noise_scale)[which]
+            told, scale = {"sigma": scales} if self.conditional else {}, spread(scales, x)
+            noisy = moved(x, torch.addcmul(at, scale, noise))
+            gradient = energy_gradient(model, noisy, create_graph=graph, **conditions, **told)
+            difference = torch.addcmul(-noise, scale, gradient)
+        return Terms({"loss": 0.5 * total(difference.square(), x)})

@@ -99,8 +99,8 @@ def test_loss_of_a_network_by_brute_force(name):
         z = torch.empty_like(x).normal_(generator=noise)
         wanted = 0.5 * (-gradient(x + 0.5 * z) + z / 0.5).square().sum(1).mean()
     else:
-        sigma = x.new_tensor([0.1, 0.5, 2.0])[torch.randint(3, (6,), generator=noise)][:, None]
         z = torch.empty_like(x).normal_(generator=noise)
+        sigma = x.new_tensor([0.1, 0.5, 2.0])[torch.randint(3, (6,), generator=noise)][:, None]
         wanted = 0.5 * (-sigma * gradient(x + sigma * z) + z).square().sum(1).mean()
     assert got.item() == pytest.approx(wanted.item(), rel=1e-12)
 

@@ -1,0 +1,167 @@
+"""Equilibrium matching: a gradient field, the same at all times, that vanishes at the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.ebm.couplings import Coupling
+from nvalchemi.ebm.fields import ENERGY_TYPES, explicit_energy
+from nvalchemi.ebm.interpolants import Interpolant
+from nvalchemi.ebm.losses.base import check_energy
+from nvalchemi.ebm.losses.paths import Paths, Point, mean_square, weighted
+from nvalchemi.ebm.scores import differentiable_gradient
+from nvalchemi.errors import ConfigError
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.gradient import differentiable, input_gradient, leaf
+from nvalchemi.objective import ModelLoss, Terms
+
+Decay = Callable[[Tensor], Tensor]
+DECAYS = ("truncated", "linear", "constant")
+
+
+class EquilibriumMatching(ModelLoss):
+    """Equilibrium matching.
+
+    ::
+
+        L = E |g(x_t) + c(t) u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
+
+    with x_0 noise, x_1 data, t uniform, and the mean taken over the d coordinates: Wang and Du, Equilibrium matching, 2025 (where the
+    target of the linear path is written (ε - x) c(γ)). g points from the data to the noise, as the gradient of an energy does. c is λ
+    times
+
+    - ``"truncated"``: min(1, (1 - t) / (1 - a)), the paper's choice; ``"linear"``: 1 - t; ``"constant"``: 1;
+    - or a function of t.
+
+    Parameters
+    ----------
+    model
+        An energy, whose gradient is g; or a field, called ``model(x, t, **conditions)``, which may give ``(output, activations)``.
+    prediction
+        What the output is: ``"velocity"``, g itself; of a field also ``"noise"``, then L = E |f - x_0|² / d, or ``"score"``, then
+        L = E |σ f + x_0|² / d.
+    energy_type
+        Of a field f: ``"none"``, g = f; ``"dot"`` or ``"mean"``, g = ∇(x·f); ``"l2"``, g = -∇|f|²/2. `nvalchemi.ebm.fields.EqMEnergy`
+        then is the energy.
+    interpolant, coupling, train_eps
+        As in `FlowMatching`.
+    ct, ct_threshold, ct_multiplier
+        c, a and λ.
+    apply_dispersion, dispersion_weight
+        Add dispersion_weight · log E_ij exp(-|z_i - z_j|² / d) of the activations z that the field gives, over the pairs of the batch
+        (of the last of them where there are several): Wang and He, Diffuse and disperse, 2025.
+    time_invariant
+        Tell a field t = 0 always.
+
+    Notes
+    -----
+    Dispersion is a property of the batch that a rank sees.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prediction: str = "velocity",
+        energy_type: str = "none",
+        interpolant: str | Interpolant = "linear",
+        coupling: str | Coupling = "independent",
+        train_eps: float = 0.0,
+        ct: str | Decay = "truncated",
+        ct_threshold: float = 0.8,
+        ct_multiplier: float = 4.0,
+        apply_dispersion: bool = False,
+        dispersion_weight: float = 0.5,
+        time_invariant: bool = True,
+    ) -> None:
+        super().__init__(model)
+        if prediction not in ("velocity", "score", "noise") or energy_type not in ("none", *ENERGY_TYPES):
+            raise ConfigError(
+                "equilibrium matching does not know that",
+                found=f"prediction={prediction!r}, energy_type={energy_type!r}",
+                needed=f"velocity, score or noise; none, {', '.join(ENERGY_TYPES)}",
+            )
+        scalar = isinstance(model, EnergyModel)
+        if (prediction != "velocity" and (scalar or energy_type != "none")) or (
+            scalar and (energy_type != "none" or apply_dispersion)
+        ):
+            raise ConfigError(
+                "a prediction, an energy_type and activations are a field's",
+                found=f"{type(model).__name__}, prediction={prediction!r}, energy_type={energy_type!r}",
+                needed="prediction='velocity' where there is an energy; energy_type='none' and no dispersion for an EnergyModel",
+            )
+        if (isinstance(ct, str) and ct not in DECAYS) or not 0 < ct_threshold < 1:
+            raise ConfigError(
+                "no such decay of the target",
+                found=f"ct={ct!r}, ct_threshold={ct_threshold}",
+                needed=f"{', '.join(DECAYS)} or a function of t; a threshold between 0 and 1",
+            )
+        self.paths, self.prediction, self.energy_type = Paths(interpolant, coupling, train_eps), prediction, energy_type
+        self.ct, self.ct_threshold, self.ct_multiplier = ct, ct_threshold, ct_multiplier
+        self.apply_dispersion, self.dispersion_weight = apply_dispersion, dispersion_weight
+        self.time_invariant = time_invariant
+        self.parts = ("loss", "dispersion") if apply_dispersion else ("loss",)
+
+    def decay(self, t: Tensor) -> Tensor:
+        """c(t), of the shape of ``t``."""
+        if not isinstance(self.ct, str):
+            return self.ct_multiplier * self.ct(t)
+        if self.ct == "constant":
+            return torch.full_like(t, self.ct_multiplier)
+        last = 1 - self.ct_threshold if self.ct == "truncated" else 1.0
+        return self.ct_multiplier * ((1 - t) / last).clamp(max=1)
+
+    def terms(
+        self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
+    ) -> Terms:
+        point = self.paths.draw(x, generator, conditions)
+        output, activations = self._output(model, point)
+        column = (-1, *[1] * (x.ndim - 1))
+        if self.prediction == "velocity":
+            difference = output + self.decay(point.t).reshape(column) * point.velocity
+        elif self.prediction == "noise":
+            difference = output - point.noise
+        else:
+            difference = self.paths.interpolant.at(point.t, x)[2] * output + point.noise
+        values = {"loss": weighted(mean_square(difference), point.weights)}
+        if self.apply_dispersion:
+            values["dispersion"] = (self.dispersion_weight * dispersion(_last(activations))).expand(len(x))
+        return Terms(values)
+
+    def _output(self, model: Any, point: Point) -> tuple[Tensor, Any]:
+        """The field or the gradient at the points, and the field's activations where it gives them."""
+        if isinstance(self.model, EnergyModel):
+            return differentiable_gradient(model, point.x, **point.conditions)[1], None
+        t = torch.zeros_like(point.t) if self.time_invariant else point.t
+        if self.energy_type == "none":
+            output = model(point.x, t, **point.conditions)
+            return output if isinstance(output, tuple) else (output, None)
+        with differentiable():
+            at = leaf(point.x)
+            output = model(at, t, **point.conditions)
+            field, activations = output if isinstance(output, tuple) else (output, None)
+            energy = check_energy(explicit_energy(field, at, self.energy_type), len(at))
+            return input_gradient(energy, at, create_graph=True), activations
+
+
+def dispersion(z: Tensor) -> Tensor:
+    """Log of the mean over all pairs i, j of exp(-|z_i - z_j|² / d), a scalar, of activations (batch, ...)."""
+    z = z.flatten(1)
+    squares = torch.nn.functional.pdist(z).square() / z.shape[1]
+    # each pair counts twice, and each sample with itself has distance 0
+    pairs = torch.cat([squares, squares, squares.new_zeros(len(z))])
+    return torch.logsumexp(-pairs, 0) - torch.log(pairs.new_tensor(float(len(pairs))))
+
+
+def _last(activations: Any) -> Tensor:
+    found = activations[-1] if isinstance(activations, (list, tuple)) and activations else activations
+    if not isinstance(found, Tensor):
+        raise ConfigError(
+            "dispersion is of activations, and the field gives none",
+            found=type(found).__name__,
+            fix="return (output, activations) from the field, or leave apply_dispersion out",
+        )
+    return found

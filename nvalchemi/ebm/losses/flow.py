@@ -1,0 +1,63 @@
+"""Flow matching: the velocity of a path from noise to data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvalchemi.ebm.couplings import Coupling
+from nvalchemi.ebm.interpolants import Interpolant
+from nvalchemi.ebm.losses.paths import Paths, mean_square, weighted
+from nvalchemi.ebm.scores import energy_gradient
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.objective import ModelLoss, Terms
+
+
+class FlowMatching(ModelLoss):
+    """Conditional flow matching.
+
+    ::
+
+        L = E |v(x_t, t) - u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
+
+    with x_0 noise, x_1 data, t uniform, and the mean taken over the d coordinates: Lipman et al., ICLR 2023; with a coupling of noise and
+    data, Tong et al., TMLR 2024. ``FlowSampler`` integrates v from t = 0 to 1.
+
+    Parameters
+    ----------
+    model
+        The velocity, called ``model(x, t, **conditions)``; or an energy, whose velocity is -∇E(x) at all times.
+    interpolant
+        ``"linear"``, ``"cosine"``, ``"vp"`` or an instance.
+    coupling
+        How noise and data are paired: a name or an instance; labels stay with their data.
+    train_eps
+        Keep times this far from 0 and 1.
+    negate_velocity
+        Learn -u_t, from data to noise: the sign of an energy's gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interpolant: str | Interpolant = "linear",
+        coupling: str | Coupling = "independent",
+        train_eps: float = 0.0,
+        negate_velocity: bool = False,
+    ) -> None:
+        super().__init__(model)
+        self.paths, self.negate_velocity = Paths(interpolant, coupling, train_eps), negate_velocity
+
+    def terms(
+        self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
+    ) -> Terms:
+        point = self.paths.draw(x, generator, conditions)
+        if isinstance(self.model, EnergyModel):
+            velocity = -energy_gradient(model, point.x.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)
+        else:
+            velocity = model(point.x, point.t, **point.conditions)
+        target = -point.velocity if self.negate_velocity else point.velocity
+        return Terms({"loss": weighted(mean_square(velocity - target), point.weights)})
