@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,16 @@ def test_it_goes_on_in_batches() -> None:
     sampler = BlockShuffleSampler(1000, 20, 5, seed=3)
     whole = list(BatchSampler(sampler, 8))
     assert list(BatchSampler(sampler, 8).after(80)) == whole[10:]
+
+
+def test_a_billion_samples_take_no_list() -> None:
+    batches = BatchSampler(BlockShuffleSampler(10**9, 1024, 64, 8, 3, seed=1), 64)
+    tracemalloc.start()
+    try:
+        first = next(iter(batches))
+        batches.set_epoch(1)
+        assert next(iter(batches)) != first
+        assert next(batches.iter_from(10**6)) is not None
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
