@@ -6,6 +6,7 @@ Modules of the command line bring in rich where they print: importing it draws f
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,8 @@ def err() -> Console:
 def echo(text: str) -> None:
     """Print a line on stdout as it is, for programs to read."""
     if not _silent:
-        print(text, flush=True)
+        sys.stdout.write(f"{text}\n")  # in one piece: stdout may be unbuffered and shared with other processes
+        sys.stdout.flush()
 
 
 def print_error(error: NvalchemiError) -> None:
