@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
 from nvalchemi.data.datapipes.loader import DataLoader
 from nvalchemi.data.datapipes.pre_sharded import PreShardedSampler
 from nvalchemi.data.datapipes.samplers import BatchSampler, IndexSampler, Order, tell_epoch
@@ -80,9 +79,6 @@ def share_for_validation(data: Iterable[Any], rank: int, num_replicas: int) -> I
     if isinstance(data, Sequence):
         return data[rank::num_replicas]
     sampler = getattr(data, "sampler", None)
-    if isinstance(sampler, BlockShuffleSampler) and sampler.undivided:  # validation needs no order, and no repeats
-        share = ShareSampler(sampler.dataset_length, num_replicas, rank)
-        return rebuilt(data, BatchSampler(share, data.batch_size))  # type: ignore[attr-defined,no-any-return]
     if isinstance(sampler, PreShardedSampler):  # all that the owner has, once
         share = ShareSampler(sampler.size, sampler.ranks_per_store, sampler.place)
         return rebuilt(data, BatchSampler(share, data.batch_size))  # type: ignore[attr-defined,no-any-return]
