@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nvalchemi.ebm.couplings.base import CostCoupling, squared_distances
-from nvalchemi.ebm.couplings.potentials import potentials
+from nvalchemi.ebm.couplings.potentials import rough_columns
 from nvalchemi.errors import ConfigError, DataError
 
-WARM_FROM = 48
+WARM_FROM = 96
 """Rows from which potentials are worth their time."""
 
 
@@ -86,18 +86,11 @@ def exact_assignment(cost: Tensor) -> Tensor:
     matrix = cost.detach().double().cpu().numpy()
     n, m = matrix.shape
     if n == m and n >= WARM_FROM:
-        matrix = matrix - rough_potential(cost).double().cpu().numpy()
+        levels = 1 + min(3, max(0, math.floor(math.log2(n / 128))))  # the more rows, the finer pays
+        matrix = matrix - rough_columns(cost.float(), levels).double().cpu().numpy()
         matrix -= matrix.min(1, keepdims=True)
     _, columns = linear_sum_assignment(matrix)
     return torch.from_numpy(np.asarray(columns, dtype=np.int64)).to(cost.device)
-
-
-def rough_potential(cost: Tensor) -> Tensor:
-    """Numbers (m,) to take from the columns, so that few are wanted by more rows than one."""
-    spread = float(cost.max() - cost.min())
-    if not spread > 0 or not math.isfinite(spread):
-        return cost.new_zeros(cost.shape[1])
-    return potentials(cost.float(), spread / 500, n_iters=10, tolerance=0.3).columns
 
 
 def greedy_assignment(cost: Tensor) -> Tensor:
@@ -115,20 +108,29 @@ def greedy_assignment(cost: Tensor) -> Tensor:
 
     Notes
     -----
-    A pair of which either is the other's nearest free one is taken sooner or later whatever else is taken, so all such pairs are taken at
-    once and the sorting of n m costs is spared.
+    A pair of which each is the other's nearest free one is taken sooner or later whatever else is taken. So from any row one goes to its
+    nearest column, from there to its nearest row, and on until two are each other's, which are then taken (nearest-neighbour chains,
+    J. Juan, 1982): n m steps in all, and no sorting of n m costs.
     """
-    result = torch.empty(cost.shape[0], dtype=torch.int64, device=cost.device)
-    rows, columns = torch.arange(cost.shape[0], device=cost.device), torch.arange(cost.shape[1], device=cost.device)
-    while rows.numel():
-        nearest_column, nearest_row = cost.argmin(1), cost.argmin(0)
-        mutual = nearest_row[nearest_column] == torch.arange(rows.numel(), device=cost.device)
-        if not mutual.any():  # equal costs, of which an accelerator may find another one by row than by column
-            row, column = divmod(int(cost.argmin()), columns.numel())
-            nearest_column[row], mutual[row] = column, True
-        taken = nearest_column[mutual]
-        result[rows[mutual]] = columns[taken]
-        free = torch.ones_like(columns, dtype=torch.bool)
-        free[taken] = False
-        cost, rows, columns = cost[~mutual][:, free], rows[~mutual], columns[free]
-    return result
+    by_row = cost.detach().cpu().numpy()
+    by_column = np.ascontiguousarray(by_row.T)
+    taken_rows, taken_columns = np.zeros_like(by_column[0]), np.zeros_like(by_row[0])  # 0 is free, infinity taken
+    result = np.full(by_row.shape[0], -1, dtype=np.int64)
+    chain: list[int] = []  # row, column, row, ...: each the nearest of the one before
+    start = 0
+    while start < len(result):
+        if not chain:
+            if result[start] >= 0:
+                start += 1
+                continue
+            chain.append(start)
+        at_row = len(chain) % 2 == 1
+        costs = by_row[chain[-1]] + taken_columns if at_row else by_column[chain[-1]] + taken_rows
+        nearest = int(costs.argmin())
+        if len(chain) < 2 or nearest != chain[-2]:
+            chain.append(nearest)
+            continue
+        row, column = (chain[-1], chain[-2]) if at_row else (chain[-2], chain[-1])
+        del chain[-2:]
+        result[row], taken_rows[row], taken_columns[column] = column, np.inf, np.inf
+    return torch.from_numpy(result).to(cost.device)

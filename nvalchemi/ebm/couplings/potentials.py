@@ -43,7 +43,7 @@ LARGEST_STEP = 3.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A transport plan ``left[i] * kernel[i, j] * right[j]`` whose row sums are 1/n exactly.
+    """A transport plan ``left[i] * kernel[i, j] * right[j] / n`` whose row sums are 1/n exactly.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Plan:
 
     def matrix(self) -> Tensor:
         """The plan, (n, m), of sum 1."""
-        return self.left[:, None] * self.kernel * self.right
+        return (self.left / self.left.shape[0])[:, None] * self.kernel * self.right
 
 
 def potentials(cost: Tensor, reg: float, n_iters: int = 100, tolerance: float = TOLERANCE) -> Plan:
@@ -100,7 +100,7 @@ def potentials(cost: Tensor, reg: float, n_iters: int = 100, tolerance: float = 
     state = _Scaling(cost, epsilons[0], low)
     for next_reg in epsilons[1:]:
         for _ in range(ROUGH):
-            state.refresh()
+            state.balance()
             state.sweep()
         state.sharpen(next_reg)
     updates, before, error = 0, math.inf, state.refresh()
@@ -113,16 +113,31 @@ def potentials(cost: Tensor, reg: float, n_iters: int = 100, tolerance: float = 
     return Plan(state.kernel, state.left, state.right, state.potential(), error, error <= tolerance, updates)
 
 
+def rough_columns(cost: Tensor, levels: int) -> Tensor:
+    """Potentials of the columns, (m,) in units of the cost, after a few sweeps at each of some regularisations, each a quarter of the last."""
+    low, high = (float(x) for x in torch.aminmax(cost))
+    if not high > low:
+        return cost.new_zeros(cost.shape[1])
+    state = _Scaling(cost, (high - low) * FIRST, low)
+    for level in range(levels):
+        if level:
+            state.sharpen(state.reg / 4)
+        for _ in range(2):
+            state.balance()
+            state.sweep()
+    return state.potential()
+
+
 class _Scaling:
     """A kernel and the factors of its rows and columns. After `refresh` the row sums are right and the column sums are known."""
 
     def __init__(self, cost: Tensor, reg: float, low: float) -> None:
         n, m = cost.shape
         self.cost, self.reg = cost, reg
-        self.row, self.column = 1.0 / n, 1.0 / m
+        self.share = n / m  # of a column, where a row has 1
         self.absorbed = cost.new_zeros(m)  # the columns' potentials inside the kernel
         self.kernel = torch.sub(low, cost).mul_(1.0 / reg).exp_()
-        self.left, self.right = cost.new_ones(n), cost.new_ones(m)
+        self.left, self.right = cost.new_empty(n), cost.new_ones(m)
         self.backs = cost.new_empty(m)  # column sums over `right`
         self.tiny = torch.finfo(cost.dtype).tiny * 1e8
 
@@ -132,26 +147,29 @@ class _Scaling:
 
     def refresh(self) -> float:
         """Make the row sums right, and give the largest relative error of a column sum."""
-        torch.mv(self.kernel, self.right, out=self.left)
-        torch.div(self.row, self.left.clamp_(min=self.tiny), out=self.left)
-        torch.mv(self.kernel.T, self.left, out=self.backs)
+        self.balance()
         low, high = torch.aminmax(self.backs * self.right)
-        return max(float(high) / self.column - 1, 1 - float(low) / self.column)
+        return max(float(high) / self.share - 1, 1 - float(low) / self.share)
+
+    def balance(self) -> None:
+        """Make the row sums right."""
+        torch.mv(self.kernel, self.right, out=self.left).reciprocal_()
+        torch.mv(self.kernel.T, self.left, out=self.backs)
 
     def sweep(self) -> None:
-        """Make the column sums right."""
-        torch.div(self.column, self.backs.clamp_(min=self.tiny), out=self.right)
+        """Make the column sums right, but for one factor of all of them, which the row sums take back."""
+        torch.reciprocal(self.backs.clamp_(min=self.tiny), out=self.right)
 
     def newton(self) -> None:
         """Move the columns' potentials to where the dual's quadratic model has its top, or towards it."""
         sums = self.backs * self.right
-        residual = self.column - sums
-        wanted = min(0.1, math.sqrt(float(residual.abs().sum())))  # the nearer, the closer to a whole Newton step
+        residual = self.share - sums
+        wanted = min(0.1, math.sqrt(float(residual.abs().mean()) / self.share))  # the nearer, the closer to a whole Newton step
         scale = sums.rsqrt()  # diag(c) is the preconditioner
         step, residual = torch.zeros_like(scale), residual.mul_(scale)
         direction, square = residual.clone(), float(residual.dot(residual))
         enough = square * wanted**2
-        weights = self.left.square() / self.row
+        weights = self.left.square()
         for _ in range(MOST_PRODUCTS):
             if square <= enough:
                 break

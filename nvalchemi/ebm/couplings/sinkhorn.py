@@ -103,15 +103,15 @@ def unconverged(coupling: object, error: float) -> None:
 
 
 def uniform(n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Numbers (n,) from 0 to 1 on the device of ``like``, in float64 so that no target is too improbable for them."""
+    """Numbers (n,) from 0 to 1 on the device of ``like``."""
     device = like.device if generator is None else generator.device
-    return torch.rand(n, generator=generator, device=device, dtype=torch.float64).to(like.device)
+    return torch.rand(n, generator=generator, device=device).to(like.device)
 
 
 def drawn(weights: Tensor, draws: Tensor) -> Tensor:
     """One column for each row of weights (n, m), chosen by numbers (n,) from 0 to 1: (n,) int64. Overwrites ``weights``."""
     cumulative = weights.cumsum_(1)
     total = cumulative[:, -1]
-    # never the total itself: behind it there is nothing, and before it may be columns of weight 0
-    points = torch.minimum(draws.to(total.dtype) * total, total.nextafter(torch.zeros_like(total)))
+    # never the total itself, to which a number near 1 would be rounded: behind it is nothing, before it may be columns of weight 0
+    points = draws.to(total.dtype).clamp(max=1 - 2**-22) * total
     return torch.searchsorted(cumulative, points[:, None], right=True).squeeze(1)
