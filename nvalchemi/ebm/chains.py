@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel
 from nvalchemi.models.gradient import plain
@@ -45,6 +46,16 @@ class Chains(ABC):
             Where the shape is not that of one chain.
         """
 
+    def masses(self, name: str) -> Tensor:
+        """Masses that have a name, as a tensor that broadcasts against the positions.
+
+        Raises
+        ------
+        ConfigError
+            For a name that means nothing here.
+        """
+        raise ConfigError("no such mass", found=repr(name), needed='numbers; of the atoms of a Batch also "atomic"')
+
     @abstractmethod
     def total(self, values: Tensor) -> Tensor:
         """The sum over each chain, (size,), of a tensor of the positions' shape."""
@@ -52,6 +63,10 @@ class Chains(ABC):
     @abstractmethod
     def subset(self, index: Tensor) -> Chains:
         """The chains ``index`` alone, without a copy of `start` that anybody may change."""
+
+    def narrowed(self, values: Tensor, index: Tensor) -> Tensor:
+        """What `coordinates` or `masses` gave, for the chains ``index`` alone."""
+        return values
 
     @abstractmethod
     def take(self, x: Tensor, index: Tensor) -> Tensor:
@@ -163,8 +178,13 @@ def chains_of(x: Any, dim: int | tuple[int, ...] | None, n_samples: int, model: 
         check_device(generator, device)
         shape = (n_samples, dim) if isinstance(dim, int) else (n_samples, *dim)
         return DenseChains(torch.randn(shape, device=device, dtype=dtype, generator=generator))
+    if isinstance(x, Batch):
+        from nvalchemi.ebm.structures import AtomChains  # which is made of what is above
+
+        check_device(generator, x.device)
+        return AtomChains.of(x, model)
     if not isinstance(x, Tensor):
-        raise DataError("a sampler cannot move that", found=type(x).__name__, needed="a tensor (batch, ...)")
+        raise DataError("a sampler cannot move that", found=type(x).__name__, needed="a tensor (batch, ...) or a Batch")
     check_device(generator, x.device)
     return DenseChains(plain(x))
 

@@ -131,7 +131,8 @@ class Sampler(ABC):
         Parameters
         ----------
         x
-            Where the chains begin, (batch, ...) of a floating dtype; it is not changed.
+            Where the chains begin, (batch, ...) of a floating dtype, or the structures of a `nvalchemi.data.Batch`, whose atoms are
+            moved (see `nvalchemi.ebm.structures`); it is not changed.
         dim, n_samples
             Without ``x``: ``n_samples`` chains of length (or shape) ``dim`` that begin at standard normal numbers, on the device and in
             the dtype of the energy's parameters.
@@ -152,7 +153,8 @@ class Sampler(ABC):
         Returns
         -------
         Tensor or (Tensor, dict)
-            The last states, of the shape, dtype and device of ``x``, or what was asked for instead.
+            The last states, of the shape, dtype and device of ``x``, or what was asked for instead. Of structures a batch without
+            labels, or a list of as many batches as there are states kept.
 
         Raises
         ------

@@ -33,7 +33,7 @@ class HamiltonianMonteCarlo(AdaptiveSampler):
         Leapfrog steps a way.
     mass
         A number, one number a coordinate (the shape of one sample), or a matrix of the coordinates of a sample; the inverse covariance
-        of the target, where it is known, makes all directions alike.
+        of the target, where it is known, makes all directions alike. Of structures a number, one an atom (N,), or ``"atomic"``.
     temperature
         T: as ``step_size``.
     jitter

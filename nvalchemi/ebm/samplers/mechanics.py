@@ -18,7 +18,7 @@ from nvalchemi.ebm.settings import Value, add_, spread
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
-Mass: TypeAlias = float | Tensor
+Mass: TypeAlias = float | Tensor | str
 
 
 class Mechanics:
@@ -30,13 +30,16 @@ class Mechanics:
         The energy and what moves in it.
     mass
         A number, one number a coordinate (the shape of one chain), or a positive definite matrix (D, D) of the D coordinates of a chain.
+        Of the atoms of a batch: a number, one number an atom (N,), or ``"atomic"``, the masses of the elements in u.
     """
 
     def __init__(self, model: EnergyModel, chains: Chains, mass: Mass) -> None:
         self.model, self.chains = model, chains
         self._scale: Value = 1.0
         self._whiten: Tensor | None = None
-        if isinstance(mass, Tensor) and mass.ndim == 2 and mass.shape != chains.start.shape[1:]:
+        if isinstance(mass, str):
+            self._scale = chains.masses(mass).rsqrt()
+        elif isinstance(mass, Tensor) and mass.ndim == 2 and mass.shape != chains.start.shape[1:]:
             self._whiten = _inverse_factor(mass, chains)
         elif isinstance(mass, Tensor) and mass.ndim:
             if not bool((mass > 0).all()):
@@ -51,6 +54,8 @@ class Mechanics:
         """The same for the chains ``index`` alone."""
         other = copy(self)
         other.chains = self.chains.subset(index)
+        if isinstance(self._scale, Tensor):
+            other._scale = self.chains.narrowed(self._scale, index)
         return other
 
     def scaled(self, step: Value) -> Value:

@@ -32,7 +32,9 @@ class UnderdampedLangevin(EnergySampler):
         The step of time, the rate at which momenta are forgotten, and T: each a number, one number a chain (batch,), or a function of
         the step that gives either.
     mass
-        A number, one number a coordinate (the shape of one sample), or a matrix of the coordinates of a sample.
+        A number, one number a coordinate (the shape of one sample), or a matrix of the coordinates of a sample. Of structures a
+        number, one an atom (N,), or ``"atomic"``: the masses of the elements in u. With energies in eV and lengths in Å the unit of time
+        is then Å (u/eV)^1/2 = 10.1805 fs.
     """
 
     def __init__(
