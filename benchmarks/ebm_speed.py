@@ -1,6 +1,6 @@
 """What samplers of energies cost beside the least that a loop written by hand can do, in one run.
 
-    python benchmarks/ebm_speed.py [--only langevin hmc] [--seconds 6] [--threads 1] [--clock cpu]
+    python benchmarks/ebm_speed.py [--only langevin hmc compiled] [--seconds 6] [--threads 1] [--clock cpu]
 
 Prints one JSON line a figure: the time of a step over that of the floor's step. The two take turns for ``--seconds`` each; the ratio is
 that of the least times, which is the machine's speed, and ``median`` is that of the medians, which is what else was going on. A floor
@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, LangevinDynamics
 from nvalchemi.ebm.toy import GaussianModel
 from nvalchemi.models import EnergyModel, MLPEnergy
 
-SIZES = {"128x4096": (128, 4096, 2), "2x256": (2, 256, 40)}
+SIZES = {"128x4096": (128, 4096, 10), "2x256": (2, 256, 40)}
 
 
 def gradient(model: EnergyModel, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,24 +70,34 @@ def models(dim: int) -> Iterator[tuple[str, EnergyModel]]:
     yield "gaussian", GaussianModel(torch.zeros(dim), torch.eye(dim))
 
 
-def sampler_pairs(name: str) -> Iterator[tuple[str, int, Callable[[], object], Callable[[], object]]]:
-    """Label, steps a call, floor and ours."""
+Pair = tuple[str, int, Callable[[], object], Callable[[], object]]
+"""Label, steps a call, the floor and ours."""
+
+
+def langevin() -> Iterator[Pair]:
+    """One gradient a step."""
     for size, (dim, batch, steps) in SIZES.items():
         for kind, model in models(dim):
-            x = torch.randn(batch, dim)
-            if name == "langevin":
-                ours = LangevinDynamics(model, 0.01)
-                yield f"{kind} {size}", steps, lambda: langevin_floor(model, x, steps), lambda: ours.sample(x=x, n_steps=steps)
-            else:
-                hmc = HamiltonianMonteCarlo(model, 0.05, 5)
-                few = max(1, steps // 4)
-                yield f"{kind} {size}", few, lambda: hmc_floor(model, x, few), lambda: hmc.sample(x=x, n_steps=few)
+            x, ours = torch.randn(batch, dim), LangevinDynamics(model, 0.01)
+            yield f"{kind} {size}", steps, partial(langevin_floor, model, x, steps), partial(ours.sample, x=x, n_steps=steps)
 
 
-PAIRS: dict[str, Callable[[str], Iterator[tuple[str, int, Callable[[], object], Callable[[], object]]]]] = {
-    "langevin": sampler_pairs,
-    "hmc": sampler_pairs,
-}
+def hmc() -> Iterator[Pair]:
+    """Five gradients a step."""
+    for size, (dim, batch, steps) in SIZES.items():
+        for kind, model in models(dim):
+            x, few, ours = torch.randn(batch, dim), steps // 5, HamiltonianMonteCarlo(model, 0.05, 5)
+            yield f"{kind} {size}", few, partial(hmc_floor, model, x, few), partial(ours.sample, x=x, n_steps=few)
+
+
+def compiled() -> Iterator[Pair]:
+    """Langevin dynamics whose energy and gradient are one compiled graph."""
+    for label, steps, floor, ours in langevin():
+        ours.func.__self__.compile()  # type: ignore[attr-defined]
+        yield label, steps, floor, ours
+
+
+PAIRS: dict[str, Callable[[], Iterator[Pair]]] = {"langevin": langevin, "hmc": hmc, "compiled": compiled}
 
 
 def compare(
@@ -110,7 +121,7 @@ def compare(
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--only", nargs="*", choices=PAIRS, default=["langevin", "hmc"], help="compiled: takes minutes")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -120,7 +131,7 @@ def main() -> None:
     clock = time.perf_counter if options.clock == "wall" else time.process_time
     torch.set_num_threads(options.threads)
     for name in options.only:
-        for label, steps, floor, ours in PAIRS[name](name):
+        for label, steps, floor, ours in PAIRS[name]():
             least, own = compare(floor, ours, options.seconds, clock)
             print(
                 json.dumps(

@@ -10,7 +10,7 @@ Two traps are closed here, once for scores and forces alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -60,6 +60,23 @@ def directional_derivative(outputs: Tensor, inputs: Tensor, direction: Tensor | 
     # summed here: given the direction, autograd would import sympy at its first call, which takes seconds
     along = (outputs if direction is None else outputs * direction).sum()
     return torch.autograd.grad(along, inputs, create_graph=True, materialize_grads=True)[0]
+
+
+def compiled_gradient(energy: Callable[[Tensor], Tensor], **options: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Give a function from ``x`` to the energies (B,) and their gradient that is one compiled graph, without autograd's own walk.
+
+    ``options`` are those of `torch.compile`. The function takes tensors that need no graph, and gives none.
+    """
+
+    def total(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = energy(x)
+        return found.sum(), found
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, (_, energies) = torch.func.grad_and_value(total, has_aux=True)(x)
+        return energies, gradient
+
+    return torch.compile(both, **options)
 
 
 def differentiable() -> AbstractContextManager[Any]:

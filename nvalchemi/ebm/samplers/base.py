@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.chains import Chains, chains_of
+from nvalchemi.ebm.chains import Chains, Energy, chains_of
 from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
+from nvalchemi.ebm.samplers.compiled import CompiledEnergy
 from nvalchemi.ebm.settings import Setting, checked
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
@@ -235,6 +236,22 @@ class EnergySampler(Sampler):
             )
         super().__init__(model)
         self.step_size = checked("step_size", step_size)
+        self._compiled: CompiledEnergy | None = None
+
+    @property
+    def energy(self) -> Energy:
+        """Where energies and gradients come from: the model, or its compiled form after `compile`."""
+        return self.model if self._compiled is None else self._compiled
+
+    def compile(self, **options: Any) -> Self:
+        """Take energy and gradient from one compiled graph from now on; ``options`` are those of `torch.compile`.
+
+        It is worth the compilation, seconds to a minute, where the energy is made of many small operations or the samples are few: then
+        the time goes into Python and autograd, which a compiled graph leaves out. Only for samples that are tensors. Returns the
+        sampler itself.
+        """
+        self._compiled = CompiledEnergy(self.model, **options)
+        return self
 
     def step_named(self, step: int) -> object:
         """See `Sampler.step_named`."""

@@ -32,7 +32,7 @@ class GradientDescentSampler(EnergySampler):
         chains, x = run.chains, run.chains.start
         for step in range(run.n_steps):
             h = spread(value("step_size", self.step_size, step, chains), chains)
-            add_(x, -h, chains.gradient(self.model, x))
+            add_(x, -h, chains.gradient(self.energy, x))
             yield x, NOTHING
 
 
@@ -64,6 +64,6 @@ class NesterovSampler(EnergySampler):
         for step in range(run.n_steps):
             h = spread(value("step_size", self.step_size, step, chains), chains)
             v.mul_(self.momentum)
-            add_(v, -h, chains.gradient(self.model, x + v))
+            add_(v, -h, chains.gradient(self.energy, x + v))
             x.add_(v)
             yield x, NOTHING

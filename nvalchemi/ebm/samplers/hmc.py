@@ -70,7 +70,7 @@ class HamiltonianMonteCarlo(AdaptiveSampler):
     def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
         """See `AdaptiveSampler.ways`."""
         chains, x = run.chains, run.chains.start
-        mechanics = Mechanics(self.model, chains, self.mass)
+        mechanics = Mechanics(self.energy, chains, self.mass)
         energy, gradient = mechanics.energy_and_gradient(x)
         check_start(energy, type(self).__name__)
         moving = average is not None or self.jitter > 0.0 or changes(self.step_size, self.temperature)

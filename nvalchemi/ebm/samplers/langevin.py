@@ -95,7 +95,7 @@ class LangevinDynamics(EnergySampler):
 
     def _slope(self, chains: Chains, x: Tensor) -> Tensor:
         """The gradient of the energy and of the decay."""
-        gradient = chains.gradient(self.model, x)
+        gradient = chains.gradient(self.energy, x)
         return gradient.add(x, alpha=self.decay) if self.decay else gradient
 
     def _factors(self, chains: Chains, step: int) -> tuple[Value, Value]:

@@ -73,7 +73,7 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         if x.ndim != 2:
             raise ConfigError("a metric is one of vectors", found=f"samples {tuple(x.shape)}", needed="(batch, dim)")
         tolerance = torch.finfo(x.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
-        check_start(chains.energy(self.model, x), type(self).__name__)
+        check_start(chains.energy(self.energy, x), type(self).__name__)
         for step in range(run.n_steps):
             size = spread(value("step_size", self.step_size if average is None else average.current, step, chains), chains)
             way = _Way(self, chains, value("temperature", self.temperature, step, chains), size, tolerance)

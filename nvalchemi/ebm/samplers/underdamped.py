@@ -53,7 +53,7 @@ class UnderdampedLangevin(EnergySampler):
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""
         chains, x = run.chains, run.chains.start
-        mechanics = Mechanics(self.model, chains, self.mass)
+        mechanics = Mechanics(self.energy, chains, self.mass)
         moving = changes(self.step_size, self.friction, self.temperature)
         half, keep, noise = self._factors(mechanics, 0)
         q = run.normal(x).mul_(spread(root(value("temperature", self.temperature, 0, chains)), chains))

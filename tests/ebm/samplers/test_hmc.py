@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, MetropolisAdjustedLangevin
+from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, LangevinDynamics, MetropolisAdjustedLangevin
 from nvalchemi.ebm.toy import GaussianModel
 from nvalchemi.errors import ConfigError, TrainingError
+from nvalchemi.models import MLPEnergy
 from tests.ebm.energies import Ball, Quadratic
 
 
@@ -149,3 +150,21 @@ def test_nothing_to_do():
     x = start(5)
     for steps, size in ((0, 0.1), (3, 0.0)):
         assert torch.equal(HamiltonianMonteCarlo(Quadratic(), size, 3).sample(x=x, n_steps=steps, generator=seeded()), x)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_compiled_sampler_gives_the_same(force):
+    """One graph of energy and gradient; the weights stay the model's, and nothing is left behind."""
+    model = MLPEnergy(2, 8)
+    model.force_fp32_gradient = force
+    x = start(6)
+    for make in (lambda: LangevinDynamics(model, 0.1), lambda: HamiltonianMonteCarlo(model, 0.3, 3)):
+        compiled = make().compile(backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            expected = make().sample(x=x, n_steps=4, generator=seeded())
+            torch.testing.assert_close(compiled.sample(x=x, n_steps=4, generator=seeded()), expected)
+            with torch.no_grad():
+                model.net[0].weight.mul_(2.0)
+    assert model.training and all(p.grad is None for p in model.parameters())
+    with pytest.raises(ConfigError, match="tensors"):
+        compiled.energy.gradient([1.0])

@@ -223,6 +223,8 @@ def test_dtype_and_place_come_from_the_energy():
     assert LangevinDynamics(MLPEnergy(3).double(), 0.1).sample(dim=3, n_samples=2, n_steps=1).dtype == torch.float64
     assert LangevinDynamics(Quadratic(), 0.1).sample(dim=(2, 2), n_samples=4, n_steps=1).shape == (4, 2, 2)
     assert LangevinDynamics(Quadratic(), 0.1).sample(x=torch.zeros(4, 2).half(), n_steps=2).dtype == torch.float16
+    high = torch.full((4, 2), 2e4).half()
+    assert torch.equal(LangevinDynamics(Quadratic(0.0), 0.0).sample(x=high, n_steps=2), high), "finite, though the sum is not"
 
 
 def test_progress():
