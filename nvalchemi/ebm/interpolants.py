@@ -53,8 +53,7 @@ class Interpolant(ABC):
         ConfigError
             Where the shapes do not fit: nothing is broadcast.
         """
-        if x0.shape != x1.shape:
-            raise ConfigError("noise and data differ in shape", found=tuple(x0.shape), needed=tuple(x1.shape))
+        check_alike(x0, x1)
         alpha, d_alpha, sigma, d_sigma = self.at(t, x1)
         return alpha * x1 + sigma * x0, d_alpha * x1 + d_sigma * x0
 
@@ -83,6 +82,19 @@ class Interpolant(ABC):
         return (d_alpha * x - alpha * velocity) / (sigma * (alpha * d_sigma - sigma * d_alpha))
 
 
+def column(t: Tensor, x: Tensor) -> Tensor:
+    """One time a sample, (batch,), shaped so that it multiplies ``x``, (batch, ...)."""
+    if t.shape != x.shape[:1]:
+        raise ConfigError("the times do not fit the samples", found=tuple(t.shape), needed=f"({x.shape[0]},), one time a sample")
+    return t.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def check_alike(x0: Tensor, x1: Tensor) -> None:
+    """Noise and data have one shape: nothing is broadcast."""
+    if x0.shape != x1.shape:
+        raise ConfigError("noise and data differ in shape", found=tuple(x0.shape), needed=tuple(x1.shape))
+
+
 class LinearInterpolant(Interpolant):
     """The straight path: α = t, σ = 1 - t, u = x_1 - x_0.
 
@@ -92,6 +104,11 @@ class LinearInterpolant(Interpolant):
     def coefficients(self, t: Tensor) -> Coefficients:
         one = torch.ones_like(t)
         return t, one, 1 - t, -one
+
+    def interpolate(self, x0: Tensor, x1: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Interpolant.interpolate`, in one operation each."""
+        check_alike(x0, x1)
+        return torch.lerp(x0, x1, column(t, x1)), x1 - x0
 
 
 class CosineInterpolant(Interpolant):

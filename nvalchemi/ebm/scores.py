@@ -15,7 +15,7 @@ from nvalchemi.data import Batch
 from nvalchemi.ebm.samples import normal_like, positions, signs_like, spread, total
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import differentiable, directional_derivative, input_gradient, leaf
+from nvalchemi.models.gradient import differentiable, leaf, second_gradient
 
 PROJECTIONS = ("rademacher", "sphere", "gaussian")
 """Laws of random directions with mean 0 and covariance 1: signs, a sphere of radius √d, the normal distribution."""
@@ -25,7 +25,7 @@ def energy_gradient(model: EnergyModel, x: Any, *, create_graph: bool = False, *
     """Give ∇E(x), of the shape of the positions; ``conditions`` are handed to the energy by name."""
     if not conditions:
         return model.gradient(x, create_graph=create_graph)
-    return differentiable_gradient(model, x, create_graph=create_graph, **conditions)[1]
+    return model.energy_and_gradient(x, create_graph, **conditions)[1]
 
 
 def score(model: EnergyModel, x: Any, *, create_graph: bool = False, **conditions: Any) -> Tensor:
@@ -33,14 +33,15 @@ def score(model: EnergyModel, x: Any, *, create_graph: bool = False, **condition
     return -energy_gradient(model, x, create_graph=create_graph, **conditions)
 
 
-def differentiable_gradient(model: EnergyModel, x: Any, *, create_graph: bool = True, **conditions: Any) -> tuple[Tensor, Tensor]:
-    """Give the positions as a leaf, and ∇E there, which can be differentiated with respect to them."""
+def differentiable_gradient(model: EnergyModel, x: Any, **conditions: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the positions as a leaf, and E and ∇E there, which can be differentiated with respect to them.
+
+    The gradient is not anchored: a loss that is made of it says ``anchor(loss, energy)`` (`nvalchemi.models.gradient`).
+    """
     with differentiable():
         at = leaf(positions(x))
         there = x.replace(positions=at) if isinstance(x, Batch) else at
-        if not conditions:
-            return at, model.gradient(there, create_graph=create_graph)
-        return at, input_gradient(model(there, **conditions), at, create_graph=create_graph)
+        return at, *model.energy_and_gradient(there, True, anchored=False, **conditions)
 
 
 def exact_divergence(field: Tensor, at: Tensor) -> Tensor:
@@ -56,18 +57,16 @@ def exact_divergence(field: Tensor, at: Tensor) -> Tensor:
     if field.shape != at.shape:
         raise ConfigError("a field and its points differ in shape", found=tuple(field.shape), needed=tuple(at.shape))
     with differentiable():
-        columns = field.reshape(len(field), -1).unbind(1)
-        terms = [
-            directional_derivative(column, at, torch.ones_like(column)).reshape(len(at), -1)[:, i]
-            for i, column in enumerate(columns)
-        ]
-        return torch.stack(terms).sum(0)
+        result = field.new_zeros(len(field))
+        for i, column in enumerate(field.reshape(len(field), -1).unbind(1)):
+            result = result + second_gradient(column, at).reshape(len(at), -1)[:, i]
+        return result
 
 
-def sliced_divergence(field: Tensor, at: Tensor, direction: Tensor, x: Any) -> Tensor:
-    """Give v·(∂F/∂x)v at each sample, (batch,), by one pass backward.
+def sliced_derivatives(field: Tensor, at: Tensor, direction: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+    """Give v·F and v·(∂F/∂x)v at each sample, (batch,), by one pass backward.
 
-    Its mean over directions of covariance 1 is the divergence: Hutchinson, Commun. Stat. Simul. Comput. 19, 433 (1990).
+    The mean of the latter over directions of covariance 1 is the divergence: Hutchinson, Commun. Stat. Simul. Comput. 19, 433 (1990).
 
     Parameters
     ----------
@@ -77,7 +76,8 @@ def sliced_divergence(field: Tensor, at: Tensor, direction: Tensor, x: Any) -> T
         The samples, which say what belongs together.
     """
     with differentiable():
-        return total(directional_derivative(field, at, direction) * direction, x)
+        along = total(field * direction, x)
+        return along, total(second_gradient(along, at) * direction, x)
 
 
 def random_direction(x: Any, kind: str, generator: torch.Generator | None) -> Tensor:

@@ -77,18 +77,23 @@ class EnergyModel(nn.Module):
         """
         return self.energy_and_gradient(x, create_graph)[1]
 
-    def energy_and_gradient(self, x: Any, create_graph: bool = False) -> tuple[Tensor, Tensor]:
-        """Give the energies (batch,) and their gradient by one pass; otherwise as `gradient`."""
+    def energy_and_gradient(
+        self, x: Any, create_graph: bool = False, *, anchored: bool = True, **conditions: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give the energies (batch,) and their gradient by one pass; otherwise as `gradient`.
+
+        ``anchored`` is that of `nvalchemi.models.gradient.input_gradient`; ``conditions`` are handed to `forward` by name.
+        """
         moves = x.positions if isinstance(x, Batch) else x
         with differentiable():
             at = moves if create_graph and moves.requires_grad else leaf(moves)
             if self.force_fp32_gradient:
                 with torch.autocast(at.device.type, enabled=False):  # the backward pass too: autocast would reach its products
-                    energy = self(_at(x, at.float()))
-                    gradient = input_gradient(energy, at, create_graph=create_graph)
+                    energy = self(_at(x, at.float()), **conditions)
+                    gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
             else:
-                energy = self(_at(x, at))
-                gradient = input_gradient(energy, at, create_graph=create_graph)
+                energy = self(_at(x, at), **conditions)
+                gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient
 
     def predict(self, x: Any, outputs: Sequence[str] = ("energy",)) -> dict[str, Tensor]:

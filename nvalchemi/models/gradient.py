@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False) -> Tensor:
+def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False, anchored: bool = True) -> Tensor:
     """Give the gradient of the summed energy with respect to ``inputs``.
 
     Parameters
@@ -29,37 +29,44 @@ def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False
         Any shape.
     create_graph
         Keep the graph, so that the gradient can be differentiated again, to any order.
+    anchored
+        Where the graph is kept, add zero times the energy. What differentiates the gradient by the inputs again does better without:
+        every pass would follow the zero. It must then say `anchor` itself, once.
 
     Returns
     -------
     Tensor
         Of the shape of ``inputs``; zeros where the energy does not depend on them.
     """
-    return input_gradients(energy, (inputs,), create_graph=create_graph)[0]
+    return input_gradients(energy, (inputs,), create_graph=create_graph, anchored=anchored)[0]
 
 
-def input_gradients(energy: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False) -> tuple[Tensor, ...]:
+def input_gradients(
+    energy: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False, anchored: bool = True
+) -> tuple[Tensor, ...]:
     """Give the gradients with respect to several inputs in one pass; otherwise as `input_gradient`."""
     if not energy.requires_grad:
         return tuple(torch.zeros_like(x) for x in inputs)
     total = energy.sum()  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
     gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
-    if create_graph:
-        return tuple(torch.add(g, total if total.dtype == g.dtype else total.to(g.dtype), alpha=0) for g in gradients)
+    if create_graph and anchored:
+        return tuple(anchor(g, total) for g in gradients)
     return gradients
 
 
-def directional_derivative(outputs: Tensor, inputs: Tensor, direction: Tensor | None = None) -> Tensor:
-    """Give the gradient of the sum of ``direction`` times ``outputs`` with respect to ``inputs``, with its graph.
+def anchor(values: Tensor, energy: Tensor) -> Tensor:
+    """Add zero times the energy, which broadcasts against ``values``, so that every parameter of the energy gets a gradient."""
+    return torch.add(values, energy if energy.dtype == values.dtype else energy.to(values.dtype), alpha=0)
 
-    For outputs that are a gradient already this is the Hessian times ``direction``. ``outputs`` and ``direction`` have the same shape
-    (none means ones); the result has that of ``inputs``, and is zero where the outputs do not depend on them.
+
+def second_gradient(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """Give the gradient of the summed ``outputs`` with respect to ``inputs``, with its graph; zeros where they do not depend on them.
+
+    For outputs that are v·∇E, one a sample, it is the Hessian of the energy times v.
     """
     if not outputs.requires_grad:
         return torch.zeros_like(inputs)
-    # summed here: given the direction, autograd would import sympy at its first call, which takes seconds
-    along = (outputs if direction is None else outputs * direction).sum()
-    return torch.autograd.grad(along, inputs, create_graph=True, materialize_grads=True)[0]
+    return torch.autograd.grad(outputs.sum(), inputs, create_graph=True, materialize_grads=True)[0]
 
 
 def compiled_gradient(energy: Callable[[Tensor], Tensor], **options: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -47,7 +47,7 @@ class EnergyMatching(ScalarEnergyLoss):
     model
         The energy of vectors (batch, ...).
     sampler
-        Langevin dynamics of the same energy in place of that with ``langevin_dt``; its temperature is replaced.
+        Langevin dynamics of the same energy in place of that with ``langevin_dt``; its temperature and noise scale are replaced.
     coupling, interpolant
         As in `FlowMatching`.
     sigma
@@ -106,6 +106,7 @@ class EnergyMatching(ScalarEnergyLoss):
                 needed="LangevinDynamics of the same model",
             )
         self.sampler = LangevinDynamics(model, step_size=langevin_dt) if sampler is None else copy.copy(sampler)
+        self.sampler.temperature = 1.0  # each chain's own comes with the noise
         self.paths = Paths(interpolant, coupling)
         self.sigma, self.flow_weight_cutoff, self.lambda_cd = sigma, flow_weight_cutoff, lambda_cd
         self.epsilon_max, self.tau_star, self.n_langevin_steps = epsilon_max, tau_star, n_langevin_steps
@@ -154,7 +155,7 @@ class EnergyMatching(ScalarEnergyLoss):
         table = x.new_full((max(self.n_langevin_steps, 1), count), self.epsilon_max)
         sweep = [self.temperature(step / self.n_langevin_steps) for step in range(self.n_langevin_steps)]
         table[: len(sweep), :hot] = x.new_tensor(sweep)[:, None]
-        self.sampler.temperature = table.__getitem__  # a row of it at each step, a number a chain
+        self.sampler.noise_scale = table.sqrt_().__getitem__  # a row of it at each step, a number a chain
         return self.sampler.sample(x=torch.cat([noise, x[order[hot:]]]), n_steps=self.n_langevin_steps, generator=generator)
 
     def _contrastive(self, data: Tensor, chains: Tensor, weight: float) -> Tensor:

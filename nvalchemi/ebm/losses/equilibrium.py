@@ -13,7 +13,7 @@ from nvalchemi.ebm.fields import ENERGY_TYPES, explicit_energy
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.base import check_energy
 from nvalchemi.ebm.losses.paths import Paths, Point, mean_square, weighted
-from nvalchemi.ebm.scores import differentiable_gradient
+from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf
@@ -93,11 +93,11 @@ class EquilibriumMatching(ModelLoss):
                 found=f"{type(model).__name__}, prediction={prediction!r}, energy_type={energy_type!r}",
                 needed="prediction='velocity' where there is an energy; energy_type='none' and no dispersion for an EnergyModel",
             )
-        if (isinstance(ct, str) and ct not in DECAYS) or not 0 < ct_threshold < 1:
+        if (isinstance(ct, str) and ct not in DECAYS) or not 0 < ct_threshold < 1 or not ct_multiplier > 0:
             raise ConfigError(
                 "no such decay of the target",
-                found=f"ct={ct!r}, ct_threshold={ct_threshold}",
-                needed=f"{', '.join(DECAYS)} or a function of t; a threshold between 0 and 1",
+                found=f"ct={ct!r}, ct_threshold={ct_threshold}, ct_multiplier={ct_multiplier}",
+                needed=f"{', '.join(DECAYS)} or a function of t; a threshold between 0 and 1; a positive multiplier",
             )
         self.paths, self.prediction, self.energy_type = Paths(interpolant, coupling, train_eps), prediction, energy_type
         self.ct, self.ct_threshold, self.ct_multiplier = ct, ct_threshold, ct_multiplier
@@ -111,8 +111,9 @@ class EquilibriumMatching(ModelLoss):
             return self.ct_multiplier * self.ct(t)
         if self.ct == "constant":
             return torch.full_like(t, self.ct_multiplier)
-        last = 1 - self.ct_threshold if self.ct == "truncated" else 1.0
-        return self.ct_multiplier * ((1 - t) / last).clamp(max=1)
+        if self.ct == "linear":
+            return self.ct_multiplier * (1 - t)
+        return ((1 - t) * (self.ct_multiplier / (1 - self.ct_threshold))).clamp(max=self.ct_multiplier)
 
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
@@ -121,7 +122,7 @@ class EquilibriumMatching(ModelLoss):
         output, activations = self._output(model, point)
         column = (-1, *[1] * (x.ndim - 1))
         if self.prediction == "velocity":
-            difference = output + self.decay(point.t).reshape(column) * point.velocity
+            difference = torch.addcmul(output, self.decay(point.t).reshape(column), point.velocity)
         elif self.prediction == "noise":
             difference = output - point.noise
         else:
@@ -134,7 +135,7 @@ class EquilibriumMatching(ModelLoss):
     def _output(self, model: Any, point: Point) -> tuple[Tensor, Any]:
         """The field or the gradient at the points, and the field's activations where it gives them."""
         if isinstance(self.model, EnergyModel):
-            return differentiable_gradient(model, point.x, **point.conditions)[1], None
+            return energy_gradient(model, point.x, create_graph=torch.is_grad_enabled(), **point.conditions), None
         t = torch.zeros_like(point.t) if self.time_invariant else point.t
         if self.energy_type == "none":
             output = model(point.x, t, **point.conditions)

@@ -10,9 +10,10 @@ import torch
 from nvalchemi.data import Batch
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss
 from nvalchemi.ebm.samples import total
-from nvalchemi.ebm.scores import PROJECTIONS, differentiable_gradient, exact_divergence, random_direction, sliced_divergence
+from nvalchemi.ebm.scores import PROJECTIONS, differentiable_gradient, exact_divergence, random_direction, sliced_derivatives
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.gradient import anchor
 from nvalchemi.objective import Terms
 
 
@@ -43,14 +44,14 @@ class ScoreMatching(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        at, gradient = differentiable_gradient(model, x, **conditions)
+        at, energy, gradient = differentiable_gradient(model, x, **conditions)
         if self.hessian_method == "hutchinson":
-            laplacian = sliced_divergence(gradient, at, random_direction(x, "rademacher", generator), x)
+            _, laplacian = sliced_derivatives(gradient, at, random_direction(x, "rademacher", generator), x)
         elif isinstance(x, Batch):
             raise ConfigError("an exact trace of structures of unequal sizes", fix='give hessian_method="hutchinson"')
         else:
             laplacian = exact_divergence(gradient, at)
-        return Terms({"loss": 0.5 * total(gradient.square(), x) - laplacian})
+        return Terms({"loss": anchor(torch.add(-laplacian, total(gradient.square(), x), alpha=0.5), energy)})
 
 
 class SlicedScoreMatching(ScalarEnergyLoss):
@@ -85,9 +86,10 @@ class SlicedScoreMatching(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        at, gradient = differentiable_gradient(model, x, **conditions)
+        at, energy, gradient = differentiable_gradient(model, x, **conditions)
         terms = []
         for _ in range(self.n_projections):
             v = random_direction(x, self.projection_type, generator)
-            terms.append(0.5 * total(v * gradient, x).square() - sliced_divergence(gradient, at, v, x))
-        return Terms({"loss": torch.stack(terms).mean(0)})
+            along, divergence = sliced_derivatives(gradient, at, v, x)
+            terms.append(torch.add(-divergence, along.square(), alpha=0.5))
+        return Terms({"loss": anchor(torch.stack(terms).mean(0), energy)})

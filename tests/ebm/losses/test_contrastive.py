@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from nvalchemi.data import AtomicData, Batch
 from nvalchemi.ebm.losses import ContrastiveDivergence, EnergyDiscrepancy, GaussianNoise, NoiseContrastiveEstimation
-from nvalchemi.ebm.samplers import LangevinDynamics, Sampler
+from nvalchemi.ebm.samplers import LangevinDynamics
+from nvalchemi.ebm.samplers.base import EnergySampler
 from nvalchemi.errors import CheckpointError, ConfigError, TrainingError
-from nvalchemi.models import MLPEnergy
+from nvalchemi.models import InteratomicPotential, MLPEnergy, PaiNN
 from tests.ebm.quadratic import Quadratic, assert_closed_form, seeded, standard_normal
 
 A = 0.7
 
 
-class Exact(Sampler):
+class Exact(EnergySampler):
     """Draws from exp(-a x²/2) itself, for a fixed a."""
 
     def __init__(self, model, a: float = A) -> None:
@@ -294,3 +296,61 @@ def test_what_cannot_be_is_told():
 
     with pytest.raises(ConfigError, match="one number a sample"):
         EnergyDiscrepancy(Wide(2, 8))(torch.zeros(2, 2), generator=seeded())
+
+
+class Shake(EnergySampler):
+    """Moves the atoms of structures a little."""
+
+    def moves(self, run):
+        raise NotImplementedError
+
+    def sample(self, x=None, n_steps=100, *, generator=None, **_):
+        moved = x.positions
+        for _ in range(n_steps):
+            moved = moved + 0.01 * torch.empty_like(moved).normal_(generator=generator)
+        return x.replace(positions=moved)
+
+
+def molecules(count=3):
+    generator = seeded(2)
+    make = lambda n: AtomicData(1.5 * torch.randn(n, 3, generator=generator, dtype=torch.float64), torch.tensor([6] * n))  # noqa: E731
+    return Batch.from_data_list([make(2 + i) for i in range(count)])
+
+
+def potential():
+    torch.manual_seed(1)
+    return InteratomicPotential(PaiNN(["C"], n_features=8, n_interactions=2, cutoff=4.0, n_rbf=5).double(), cutoff=4.0)
+
+
+def test_structures_of_unequal_sizes():
+    """Energies of data minus those of chains, one term a structure; all weights learn."""
+    model, batch = potential(), molecules()
+    loss_fn = ContrastiveDivergence(model, Shake(model, 1.0), k_steps=3)
+    values, negatives = loss_fn.terms(model, batch, generator=seeded(), step=None, conditions={})
+    torch.testing.assert_close(values["contrastive"], model(batch) - model(negatives))
+    assert negatives.num_nodes_per_graph.tolist() == [2, 3, 4]
+    loss_fn(batch, generator=seeded())[0].backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_persistent_chains_of_structures():
+    """They begin at structures of the batch, go on, and are saved whole."""
+    model, batch = potential(), molecules()
+
+    def make():
+        return ContrastiveDivergence(model, Shake(model, 1.0), k_steps=1, persistent=True, buffer_size=7, init_steps=0)
+
+    first = make()
+    first.new_sample_ratio = 0.0
+    first.k_steps = 0
+    negatives = first(batch, generator=seeded())[1]
+    assert sorted(first.replay_buffer.samples.num_nodes_per_graph.tolist()) == [2, 2, 2, 3, 3, 4, 4]
+    known = [structure.positions for structure in batch.to_data_list()]
+    assert all(any(torch.equal(s.positions, k) for k in known if k.shape == s.positions.shape) for s in negatives.to_data_list())
+    first.k_steps, first.new_sample_ratio = 2, 0.3
+    first(batch, generator=seeded(1))
+    again = make()
+    again.k_steps, again.new_sample_ratio = 2, 0.3
+    again.load_state_dict(first.state_dict())
+    got, wanted = again(batch, generator=seeded(2))[1], first(batch, generator=seeded(2))[1]
+    assert torch.equal(got.positions, wanted.positions)
