@@ -41,6 +41,12 @@ def spread(values: Tensor, x: Any) -> Tensor:
     return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
+def centred(values: Tensor, x: Batch) -> Tensor:
+    """Values of the positions' shape without their mean over the atoms of each structure."""
+    sums = values.new_zeros(len(x), *values.shape[1:]).index_add(0, x.batch_idx, values)
+    return values - (sums / x.num_nodes_per_graph.to(values.dtype)[:, None]).index_select(0, x.batch_idx)
+
+
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal noise of the shape, dtype and device of ``x``."""
     return torch.empty_like(x).normal_(generator=generator)

@@ -66,3 +66,30 @@ def crystals(count: int, n: int = 2, length: float = 3.0, seed: int = 0) -> Batc
     cell = length * (torch.eye(3, dtype=torch.float64) + 0.2 * torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 1, 0]]).double())
     at = [torch.rand(n, 3, generator=generator, dtype=torch.float64) @ cell for _ in range(count)]
     return placed(at, cell=cell, pbc=torch.tensor([True, True, True]))
+
+
+class PairSprings(PotentialNet):
+    """The energy of `Springs` from the vectors between neighbours, with a cutoff beyond the structure."""
+
+    cutoff = 50.0
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.k = torch.nn.Parameter(torch.tensor(k, dtype=torch.float64))
+
+    def forward(self, atomic_numbers, vectors, edge_index):
+        pair = 0.25 * self.k * vectors.square().sum(1)
+        return pair.new_zeros(len(atomic_numbers)).index_add(0, edge_index[1], pair)
+
+    def config(self):
+        return {}
+
+
+def pair_springs(k: float = 1.0) -> InteratomicPotential:
+    return InteratomicPotential(PairSprings(k))
+
+
+def equilibrium(sizes, k: float, seed: int = 0) -> Batch:
+    """Exact draws from the springs at temperature 1, their centres anywhere near the origin."""
+    generator = torch.Generator().manual_seed(seed)
+    return placed([torch.randn(n, 3, generator=generator, dtype=torch.float64) / (n * k) ** 0.5 for n in sizes])

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from nvalchemi.data import Batch
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss
-from nvalchemi.ebm.samples import moved, normal_like, positions, spread, total
+from nvalchemi.ebm.samples import centred, moved, normal_like, positions, spread, total
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.potential import InteratomicPotential
 from nvalchemi.objective import Terms
 
 
@@ -27,8 +29,14 @@ class DenoisingScoreMatching(ScalarEnergyLoss):
 
         L = 1/2 E |σ s(x + σ z) + z|²
 
-    as Song and Ermon, NeurIPS 2019. The squares are summed over the coordinates of a sample (all atoms of a structure) and averaged over
+    as Song and Ermon, NeurIPS 2019. Of structures near their equilibrium this teaches forces without labels: Zaidi et al., ICLR 2023,
+    arXiv:2206.00133. The squares are summed over the coordinates of a sample (all atoms of a structure) and averaged over
     samples.
+
+    The energy of a `nvalchemi.models.InteratomicPotential` does not change with a translation, so its score cannot answer noise that
+    moves a structure as a whole, periodic or not. z is then drawn without it: its mean over the atoms of each structure is taken off
+    (the normal distribution of coordinates with a fixed centre: Köhler, Klein and Noé, ICML 2020). Gradients are the same for the same
+    noise; the loss is lower by 3/(2 σ²), which could not be learned. Any other energy gets the whole noise.
 
     Parameters
     ----------
@@ -53,6 +61,8 @@ class DenoisingScoreMatching(ScalarEnergyLoss):
     ) -> Terms:
         at, graph = positions(x).detach(), torch.is_grad_enabled()
         noise, count = normal_like(at, generator), len(x)
+        if isinstance(x, Batch) and isinstance(self.model, InteratomicPotential):
+            noise = centred(noise, x)
         # s + z/σ = -(∇E - z/σ): the sign falls away in the square
         if isinstance(self.noise_scale, float):
             sigma = self.noise_scale
