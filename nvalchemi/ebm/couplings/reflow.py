@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +16,7 @@ from nvalchemi.errors import ConfigError, DataError
 class SamplesFrom(Protocol):
     """A sampler that takes its start, as all of `nvalchemi.ebm.samplers` do."""
 
-    def sample(self, *, x: Tensor, n_steps: int, generator: torch.Generator | None) -> Tensor:
+    def sample(self, *, x: Tensor, n_steps: int, generator: torch.Generator | None, **conditions: Any) -> Tensor:
         """The samples at which ``n_steps`` steps from ``x`` end."""
 
 
@@ -29,7 +29,7 @@ class ReflowCoupling(Coupling):
     ----------
     flow
         A sampler, such as `nvalchemi.ebm.samplers.FlowSampler`, of which ``sample(x=x0, n_steps=...)`` is taken; or any function
-        ``x0 -> x1``, called as ``flow(x0, conditions)`` where there are conditions.
+        ``x0 -> x1``. Conditions are those of the sources: a mapping, which goes to either by name.
     n_steps
         Steps of the sampler.
     """
@@ -41,10 +41,13 @@ class ReflowCoupling(Coupling):
 
     def couple(self, x0: Tensor, x1: Tensor | None, *, generator: torch.Generator | None, conditions: Any) -> CouplingResult:
         check_conditions(conditions, x0.shape[0])
+        if not isinstance(conditions, (Mapping, type(None))):
+            raise DataError("a flow takes its conditions by name", found=type(conditions).__name__, needed="a mapping")
+        by_name = conditions or {}
         if isinstance(self.flow, SamplesFrom):
-            made = self.flow.sample(x=x0, n_steps=self.n_steps, generator=generator)
+            made = self.flow.sample(x=x0, n_steps=self.n_steps, generator=generator, **by_name)
         else:
-            made = self.flow(x0) if conditions is None else self.flow(x0, conditions)
+            made = self.flow(x0, **by_name)
         if made.shape != x0.shape:
             raise DataError("a flow moves each sample to one of the same shape", found=tuple(made.shape), needed=tuple(x0.shape))
         return CouplingResult(x0, made.detach(), conditions)

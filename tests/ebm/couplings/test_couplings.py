@@ -17,6 +17,7 @@ from nvalchemi.ebm.couplings import (
 )
 from nvalchemi.ebm.couplings.sinkhorn import drawn
 from nvalchemi.ebm.couplings.unbalanced import unbalanced_plan
+from nvalchemi.ebm.samplers import FlowSampler
 from nvalchemi.errors import ConfigError, DataError
 from tests.ebm.couplings.test_potentials import clouds
 
@@ -181,9 +182,11 @@ def test_reflow_makes_its_targets():
     coupling = ReflowCoupling(lambda x: 2 * x)
     x0, x1 = coupling(normal(8, 1))
     assert torch.equal(x1, 2 * x0)
-    pairs = ReflowCoupling(lambda x, c: x + c)(normal(8, 1), normal(8, 5), conditions=torch.arange(8.0)[:, None])
-    assert torch.equal(pairs.x1, pairs.x0 + torch.arange(8.0)[:, None])
-    assert torch.equal(pairs.conditions, torch.arange(8.0)[:, None])
+    shift = torch.arange(8.0)[:, None]
+    pairs = ReflowCoupling(lambda x, shift: x + shift)(normal(8, 1), normal(8, 5), conditions={"shift": shift})
+    assert torch.equal(pairs.x1, pairs.x0 + shift) and torch.equal(pairs.conditions["shift"], shift)
+    with pytest.raises(DataError, match="by name"):
+        ReflowCoupling(lambda x, shift: x + shift)(normal(8, 1), conditions=shift)
 
     class Flow:
         def sample(self, *, x, n_steps, generator):
@@ -193,3 +196,13 @@ def test_reflow_makes_its_targets():
     assert torch.allclose(made, normal(8, 1) + 3 * torch.randn(8, 2, generator=seeded(7)))
     with pytest.raises(DataError, match="same shape"):
         ReflowCoupling(lambda x: x[:, :1])(normal(8, 1))
+
+
+def test_reflow_takes_a_flow_sampler():
+    class Field(torch.nn.Module):
+        def forward(self, x, t, label):
+            return label[:, None].expand_as(x)
+
+    label = torch.arange(8.0)
+    pairs = ReflowCoupling(FlowSampler(Field()), n_steps=4)(normal(8, 1), conditions={"label": label})
+    assert torch.allclose(pairs.x1, pairs.x0 + label[:, None], atol=1e-5)
