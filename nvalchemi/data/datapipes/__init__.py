@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nvalchemi.data.datapipes.block_shuffle import BlockPermutation, BlockShuffleSampler
     from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
     from nvalchemi.data.datapipes.dataset import BaseDataset, Dataset, collate
+    from nvalchemi.data.datapipes.divisible import Divisible
     from nvalchemi.data.datapipes.in_memory import InMemoryDataset
     from nvalchemi.data.datapipes.loader import DataLoader
     from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
@@ -49,6 +50,7 @@ _HOME = {
     "Dataset": "dataset",
     "DistributedSampler": "samplers",
     "DistributedSamplerProtocol": "samplers",
+    "Divisible": "divisible",
     "InMemoryDataset": "in_memory",
     "IndexSampler": "samplers",
     "MultiDataset": "multidataset",
@@ -81,6 +83,7 @@ __all__ = [
     "Dataset",
     "DistributedSampler",
     "DistributedSamplerProtocol",
+    "Divisible",
     "InMemoryDataset",
     "IndexSampler",
     "MultiDataset",

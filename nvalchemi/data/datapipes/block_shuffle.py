@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvalchemi.data.datapipes.dataset import Dataset
+from nvalchemi.data.datapipes.divisible import Facts
 from nvalchemi.data.datapipes.multidataset import MultiDataset
 from nvalchemi.data.datapipes.permutation import ROUNDS, Permutation, derived_keys, shifted, splitmix64
 from nvalchemi.data.datapipes.reader import StoredInBlocks
@@ -194,11 +195,15 @@ class BlockShuffleSampler(DistributedSampler):
         """The same sampler for one of several ranks."""
         return type(self)(self._dataset, self.block_size, self.window, num_replicas, rank, self.seed, self.drop_last)
 
+    def order_facts(self) -> Facts:
+        order = f"shuffled by seed {self.seed} in blocks of {self.block_size}, {self.window} at a time"
+        return {**super().order_facts(), "order": order}
+
     def epoch_order(self) -> Order:
         if self.undivided:
             check_window(self._dataset, self.block_size, self.window, 1)
-        order = BlockPermutation(self.dataset_length, (self.seed, self.epoch), self.block_size, self.window)
-        length, stride, first = self.dataset_length, self.num_replicas, self.start + self.rank
+        order = BlockPermutation(self.total, (self.seed, self.epoch), self.block_size, self.window)
+        length, stride, first = self.total, self.num_replicas, self.start + self.rank
         return lambda positions: order((positions * stride + first) % length)
 
 

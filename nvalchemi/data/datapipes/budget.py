@@ -6,18 +6,27 @@ import copy
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nvalchemi.data.datapipes.allocation import EpochPolicy
+from nvalchemi.data.datapipes.divisible import Facts
 from nvalchemi.data.datapipes.multi_samplers import MultiDatasetSampler
 from nvalchemi.data.datapipes.multidataset import MultiDataset
-from nvalchemi.data.datapipes.samplers import DistributedSampler, IndexSampler, check_integer
+from nvalchemi.data.datapipes.samplers import DistributedSampler, DividedSampler, check_integer
 from nvalchemi.errors import ConfigError, DataError
 
 Bins = list[NDArray[np.int64]]
+
+
+class _Made(NamedTuple):
+    """The batches of one epoch, and how many samples all ranks have had after each round of them."""
+
+    epoch: int
+    bins: Bins
+    ends: NDArray[np.int64]
 
 
 class AtomBudgetBatchSampler:
@@ -82,7 +91,7 @@ class AtomBudgetBatchSampler:
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigError("a rank is one of its replicas", found=f"rank={rank}, num_replicas={num_replicas}")
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.order: IndexSampler
+        self.order: DividedSampler  # of one process: the batches cut from it are dealt to ranks
         if isinstance(dataset, MultiDataset):
             self.order = MultiDatasetSampler(
                 dataset,
@@ -112,7 +121,8 @@ class AtomBudgetBatchSampler:
             self._add_budget(dataset, num_edges, max_edges, "edges")
         if not self.budgets:
             raise ConfigError("there is no budget", needed="max_atoms, max_edges or both")
-        self._made: tuple[int, Bins] | None = None
+        self._limits: Facts = {"max_atoms": max_atoms or 0, "max_edges": max_edges or 0}
+        self._made: _Made | None = None
 
     def _add_budget(self, dataset: Any, numbers: ArrayLike, most: int, what: str) -> None:
         counts = np.asarray(numbers, np.int64)
@@ -142,8 +152,7 @@ class AtomBudgetBatchSampler:
         self.order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        batches = len(self._batches())
-        return batches // self.num_replicas
+        return len(self._epoch().bins) // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
@@ -152,7 +161,7 @@ class AtomBudgetBatchSampler:
         """Batches of this rank from number ``batch`` on."""
         if not 0 <= batch <= len(self):
             raise ConfigError(f"the epoch has no batch {batch}", needed=f"a position from 0 to {len(self)}")
-        mine = self._batches()[batch * self.num_replicas + self.rank :: self.num_replicas][: len(self) - batch]
+        mine = self._epoch().bins[batch * self.num_replicas + self.rank :: self.num_replicas][: len(self) - batch]
         return (indices.tolist() for indices in mine)
 
     def after(self, samples: int) -> Self:
@@ -169,20 +178,41 @@ class AtomBudgetBatchSampler:
         return part
 
     @property
+    def remaining(self) -> int:
+        """See `Divisible`."""
+        return self.order.remaining
+
+    @property
+    def dealt(self) -> int:
+        """See `Divisible`."""
+        return int(self._epoch().ends[-1])
+
+    def used(self, count: int) -> int:
+        """Samples of the epoch, of all ranks together, that are used when every rank has had its first ``count`` batches."""
+        return self.order.used(int(self._epoch().ends[min(count, len(self))]))
+
+    def order_facts(self) -> Facts:
+        """See `Divisible`."""
+        return self.order.order_facts()
+
+    def division_facts(self) -> Facts:
+        """See `Divisible`."""
+        return {"ranks": self.num_replicas, "drop_last": self.drop_last, **self._limits}
+
+    @property
     def num_padded(self) -> int:
         """How many of this rank's last samples repeat others of the epoch: 0 or 1."""
-        batches = self._batches()
-        dealt = sum(map(len, batches))
-        beyond = dealt - len(self.order) if not self.drop_last else 0
-        return int(beyond > 0 and self.rank >= self.num_replicas - beyond)
+        beyond = max(self.dealt - self.remaining, 0)
+        return int(self.rank >= self.num_replicas - beyond)
 
-    def _batches(self) -> Bins:
+    def _epoch(self) -> _Made:
         """Every rank's batches of the current epoch, those of one round one after the other."""
-        made = self._made
-        if made is None or made[0] != self.epoch:
+        if self._made is None or self._made.epoch != self.epoch:
             order = self.order.epoch_order()(np.arange(len(self.order), dtype=np.int64))
-            made = self._made = (self.epoch, self._even(self._cut(order)))
-        return made[1]
+            bins = self._even(self._cut(order))
+            ends = np.cumsum([0, *map(len, bins)])[:: self.num_replicas]
+            self._made = _Made(self.epoch, bins, ends)
+        return self._made
 
     def _cut(self, order: NDArray[np.int64]) -> Bins:
         sums = [(np.cumsum(counts[order]), most) for counts, most in self.budgets]

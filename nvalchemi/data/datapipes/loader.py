@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
+from nvalchemi.data.datapipes.multi_samplers import ShuffledMixture
+from nvalchemi.data.datapipes.multidataset import MultiDataset
 from nvalchemi.data.datapipes.pipeline import Samples, sample_seeds
 from nvalchemi.data.datapipes.prefetch import Prefetcher, in_bursts
 from nvalchemi.data.datapipes.reader import Indices
@@ -65,7 +67,8 @@ class DataLoader:
         Samples a batch.
     shuffle
         A new order every epoch; `set_epoch` goes to that of an epoch. ``"blocks"`` is for stores larger than memory: blocks of
-        neighbours in random order, and mixed, so that each is read about once an epoch; see `BlockShuffleSampler`.
+        neighbours in random order, and mixed, so that each is read about once an epoch; see `BlockShuffleSampler`. With True, batches
+        of a `MultiDataset` hold its data sets in proportion to their sizes, as they do on many ranks.
     drop_last
         Leave out a last batch that is not full.
     sampler
@@ -117,7 +120,9 @@ class DataLoader:
             raise ConfigError(
                 "batch_transforms is a sequence of callables", found=repr(batch_transforms), fix="batch_transforms=[...]"
             )
-        if batch_sampler is None:
+        if batch_sampler is None and sampler is None and shuffle is True and isinstance(dataset, MultiDataset):
+            batch_sampler = ShuffledMixture(dataset, batch_size, seed=seed, drop_last=drop_last)
+        elif batch_sampler is None:
             if sampler is None:
                 sampler = _own_sampler(dataset, shuffle, seed)
             elif shuffle:
@@ -233,4 +238,5 @@ class DataLoader:
         return out  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, sampler={type(self.sampler).__name__})"
+        order = self.sampler if type(self.batch_sampler) is BatchSampler else self.batch_sampler
+        return f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, sampler={type(order).__name__})"

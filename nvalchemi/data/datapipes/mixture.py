@@ -22,12 +22,12 @@ class Turns:
     """Whose turn it is at each position, and for which time: data sets alternating evenly at the rates of their quotas."""
 
     def __init__(self, quotas: Sequence[int]) -> None:
-        self.quotas = tuple(quotas)
+        self.counts = tuple(quotas)
 
     def __call__(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The data set of each position, and how many samples it has given before."""
         child, before = np.zeros_like(positions), np.zeros_like(positions)
-        now, after = counts_before(positions, self.quotas), counts_before(positions + 1, self.quotas)
+        now, after = counts_before(positions, self.counts), counts_before(positions + 1, self.counts)
         for number, (a, b) in enumerate(zip(now, after, strict=True)):
             mine = a != b
             child[mine], before[mine] = number, a[mine]
@@ -38,6 +38,7 @@ class FixedTurns:
     """The same where every batch has one composition: in each, the data sets one after the other."""
 
     def __init__(self, composition: Sequence[int]) -> None:
+        self.counts = tuple(composition)
         self.composition = np.asarray(composition, np.int64)
         self.starts = np.cumsum([0, *composition])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, runtime_checkable
@@ -10,8 +9,9 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 
 from nvalchemi.data.datapipes.allocation import EpochPolicy, apportion, batch_composition, epoch_length, shares_of
+from nvalchemi.data.datapipes.divisible import Facts
 from nvalchemi.data.datapipes.mixture import Draws, FixedTurns, Turns, locally_shuffled
-from nvalchemi.data.datapipes.samplers import BatchSampler, IndexSampler, Order, check_integer
+from nvalchemi.data.datapipes.samplers import BatchSampler, DividedSampler, Order, check_integer
 from nvalchemi.errors import ConfigError
 
 
@@ -23,13 +23,11 @@ class HasChildren(Protocol):
     names: tuple[str, ...]
 
 
-class _MixtureSampler(IndexSampler):
+class _MixtureSampler(DividedSampler):
     """What the two samplers share: sizes, seed, and the rank's place. A subclass sets ``turns``, ``total`` and ``num_samples``."""
 
     turns: Turns | FixedTurns
-    total: int  # samples of the epoch, on all ranks, before it is padded
-    num_samples: int  # of this rank
-    start: int = 0  # samples of the epoch, on all ranks, that are not given any more
+    kind: str  # what the order is called beside orders that are made in another way
 
     def __init__(
         self,
@@ -66,19 +64,15 @@ class _MixtureSampler(IndexSampler):
         # Its first seed, which is the same on all ranks, and not a number drawn from it, which need not be.
         self.seed = seed if generator is None else generator.initial_seed()
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def divide(self) -> None:
-        """Set ``num_samples``, from what is left of the epoch."""
-        raise NotImplementedError
-
-    def after(self, samples: int) -> Self:
-        check_integer("samples", samples, 0)
-        rest = copy.copy(self)
-        rest.start = min(self.start + samples, self.total)
-        rest.divide()
-        return rest
+    def order_facts(self) -> Facts:
+        return {
+            "samples": self.total,
+            "order": f"{'shuffled' if self.shuffle else 'unshuffled'} mixture {self.kind} by seed {self.seed}"
+            + (", with replacement" if self.replacement else ""),
+            "data sets": " + ".join(
+                f"{count} of {length}" for count, length in zip(self.turns.counts, self.lengths, strict=True)
+            ),
+        }
 
     def shares(self, weights: Sequence[float] | None) -> list[Any]:
         """Weights, or the sizes where none are given, as shares; nothing but zeros where all data sets are empty."""
@@ -129,6 +123,8 @@ class MultiDatasetSampler(_MixtureSampler):
         up. ``"max_size"``: until every data set has been gone through at least once.
     """
 
+    kind = "of samples"
+
     def __init__(
         self,
         dataset: HasChildren,
@@ -156,13 +152,13 @@ class MultiDatasetSampler(_MixtureSampler):
         self.divide()
 
     def divide(self) -> None:
-        whole, rest = divmod(self.total - self.start, self.num_replicas)
+        whole, rest = divmod(self.remaining, self.num_replicas)
         self.num_samples = whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch: 0 or 1."""
-        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.total - self.start > 0)
+        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.remaining > 0)
 
     def epoch_order(self) -> Order:
         draws, turns, total, stride, first = self.draws(), self.turns, self.total, self.num_replicas, self.start + self.rank
@@ -187,6 +183,8 @@ class MultiDatasetSampler(_MixtureSampler):
 
 class _BatchPositions(_MixtureSampler):
     """The samples of a rank's batches, one batch after the other: batches are dealt to ranks whole, but for a last, shorter round."""
+
+    kind = "of batches"
 
     def __init__(
         self,
@@ -224,7 +222,7 @@ class _BatchPositions(_MixtureSampler):
         self.divide()
 
     def divide(self) -> None:
-        self.rounds, rest = divmod(self.total - self.start, self.num_replicas * self.batch_size)
+        self.rounds, rest = divmod(self.remaining, self.num_replicas * self.batch_size)
         tail = 0 if self.drop_last else -(-rest // self.num_replicas)
         if isinstance(self.turns, FixedTurns):
             if self.start % self.batch_size:
@@ -240,11 +238,11 @@ class _BatchPositions(_MixtureSampler):
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch."""
         if isinstance(self.turns, FixedTurns):
-            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.total - self.start
+            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.remaining
             return self.batch_size if self.rounds and beyond else 0
         tail = self.num_samples - self.rounds * self.batch_size
         last = self.rounds * self.num_replicas * self.batch_size + (tail - 1) * self.num_replicas + self.rank
-        return int(tail > 0 and last >= self.total - self.start)
+        return int(tail > 0 and last >= self.remaining)
 
     def epoch_order(self) -> Order:
         draws, turns, size, stride, rank = self.draws(), self.turns, self.batch_size, self.num_replicas, self.rank
@@ -359,3 +357,10 @@ class MultiDatasetBatchSampler(BatchSampler):
     def divided(self, num_replicas: int, rank: int) -> Self:
         """The same sampler for one of several ranks."""
         return type(self)(*self._what, None, num_replicas, rank, self.seed, self.drop_last)
+
+
+class ShuffledMixture(MultiDatasetBatchSampler):
+    """What a shuffled loader over a `MultiDataset` makes where it was given no sampler: dividing the loader may replace it.
+
+    It is the order that the loader's ranks have, so that one process trains on the same global batches as many.
+    """

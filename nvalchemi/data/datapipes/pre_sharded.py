@@ -83,6 +83,10 @@ class PreShardedSampler(IndexSampler):
     window
         Blocks that ``shuffle="blocks"`` mixes at a time, for each owner.
 
+    Notes
+    -----
+    Which samples have been used depends on who had them, so an epoch goes on with as many ranks as it began with: this is no `Divisible`.
+
     Attributes
     ----------
     num_padded
@@ -167,10 +171,3 @@ class PreShardedSampler(IndexSampler):
             return where
 
         return order
-
-    def after(self, samples: int) -> IndexSampler:
-        """Not here: which samples have been used depends on who had them, so an epoch goes on with as many ranks as it began with."""
-        raise ConfigError(
-            f"an epoch of data that lie divided between {self.num_replicas} ranks cannot be divided anew",
-            fix="go on with as many ranks as the epoch was begun with, or from the end of an epoch",
-        )

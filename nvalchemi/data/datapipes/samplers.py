@@ -11,12 +11,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
+from nvalchemi.data.datapipes.divisible import Divisible, Facts
 from nvalchemi.data.datapipes.permutation import Permutation
 from nvalchemi.errors import ConfigError
 
@@ -74,14 +75,6 @@ class IndexSampler(ABC):
         """Go to the order of ``epoch``; iterators already made keep theirs."""
         self.epoch = int(epoch)
 
-    def after(self, samples: int) -> IndexSampler:
-        """A sampler of what is left of the epoch once its first ``samples`` samples, of all ranks together, have been used.
-
-        Whatever number of ranks used them, the rest is divided between the ranks of this sampler, so that a run goes on with another
-        number of ranks and sees each remaining sample once.
-        """
-        raise ConfigError(f"{type(self).__name__} cannot tell the rest of an epoch", needed="after(samples)")
-
     def __iter__(self) -> Iterator[int]:
         return self.iter_from(0)
 
@@ -104,10 +97,11 @@ def _blocks(order: Order, position: int, stop: int, unit: int) -> Iterator[NDArr
         size = unit * max(1, BLOCK // unit)
 
 
-class SequentialSampler(IndexSampler):
-    """Samples in the order of the data set, the same in every epoch."""
+class _WholeSampler(IndexSampler):
+    """All samples of a data set, for one process: it has neither ``num_replicas`` nor ``rank``, so a loader with it is divided."""
 
-    shuffle = False
+    shuffle: bool
+    seed: int = 0
 
     def __init__(self, data_source: Sized | int) -> None:
         self.num_samples = _length(data_source)
@@ -115,18 +109,47 @@ class SequentialSampler(IndexSampler):
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def remaining(self) -> int:
+        return self.num_samples
+
+    @property
+    def dealt(self) -> int:
+        return self.num_samples
+
+    def used(self, count: int) -> int:
+        return min(count, self.num_samples)
+
+    def after(self, samples: int) -> DistributedSampler:
+        return self._alone().after(samples)
+
+    def order_facts(self) -> Facts:
+        return self._alone().order_facts()
+
+    def division_facts(self) -> Facts:
+        return self._alone().division_facts()
+
+    def _alone(self) -> DistributedSampler:
+        """The same order as a sampler that can begin within the epoch."""
+        same = DistributedSampler(self.num_samples, shuffle=self.shuffle, seed=self.seed)
+        same.set_epoch(self.epoch)
+        return same
+
+
+class SequentialSampler(_WholeSampler):
+    """Samples in the order of the data set, the same in every epoch."""
+
+    shuffle = False
+
     def epoch_order(self) -> Order:
         return _identity
-
-    def after(self, samples: int) -> IndexSampler:
-        return _alone(self, False, 0).after(samples)
 
 
 def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
 
 
-class RandomSampler(IndexSampler):
+class RandomSampler(_WholeSampler):
     """All samples once an epoch, in an order drawn from ``(seed, epoch)``: what ``DataLoader(shuffle=True)`` uses.
 
     It knows of no ranks, so that a loader which has it is divided between them.
@@ -135,20 +158,61 @@ class RandomSampler(IndexSampler):
     shuffle = True
 
     def __init__(self, data_source: Sized | int, seed: int = 0) -> None:
-        self.num_samples = _length(data_source)
+        super().__init__(data_source)
         self.seed = seed
-
-    def __len__(self) -> int:
-        return self.num_samples
 
     def epoch_order(self) -> Order:
         return Permutation(self.num_samples, (self.seed, self.epoch))
 
-    def after(self, samples: int) -> IndexSampler:
-        return _alone(self, True, self.seed).after(samples)
+
+class DividedSampler(IndexSampler):
+    """One rank's part of an order that is the same on any number of ranks.
+
+    A subclass sets ``total`` and ``num_samples`` (by ``divide``), and has its ranks use up the order from ``start`` on in step: when each
+    has had its first k samples, ``k * num_replicas`` samples of the order have been used.
+    """
+
+    num_replicas: int
+    rank: int
+    total: int  # samples of the epoch, on all ranks, before it is padded
+    num_samples: int  # of this rank
+    drop_last: bool
+    start: int = 0  # samples of the epoch, on all ranks, that are not given any more
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @abstractmethod
+    def divide(self) -> None:
+        """Set ``num_samples`` from what is left of the epoch."""
+
+    @abstractmethod
+    def order_facts(self) -> Facts:
+        """See `Divisible`."""
+
+    @property
+    def remaining(self) -> int:
+        return self.total - self.start
+
+    @property
+    def dealt(self) -> int:
+        return self.num_samples * self.num_replicas
+
+    def used(self, count: int) -> int:
+        return min(self.start + count * self.num_replicas, self.total)
+
+    def after(self, samples: int) -> Self:
+        check_integer("samples", samples, 0)
+        rest = copy.copy(self)
+        rest.start = min(self.start + samples, self.total)
+        rest.divide()
+        return rest
+
+    def division_facts(self) -> Facts:
+        return {"ranks": self.num_replicas, "drop_last": self.drop_last}
 
 
-class DistributedSampler(IndexSampler):
+class DistributedSampler(DividedSampler):
     """The samples of one rank: every ``num_replicas``-th of the epoch's order, from ``rank`` on.
 
     All ranks get the same number of samples. Where the data do not divide evenly, the order is continued from its start
@@ -183,43 +247,28 @@ class DistributedSampler(IndexSampler):
                 found=f"rank={rank}, num_replicas={num_replicas}",
                 needed="0 <= rank < num_replicas",
             )
-        self.dataset_length = _length(dataset)
+        self.total = _length(dataset)
         self.num_replicas, self.rank = num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.start = 0
-        self._divide()
+        self.divide()
 
-    def _divide(self) -> None:
-        whole, rest = divmod(self.dataset_length - self.start, self.num_replicas)
+    def divide(self) -> None:
+        whole, rest = divmod(self.remaining, self.num_replicas)
         self.num_samples = whole if self.drop_last or not rest else whole + 1
         self.total_size = self.num_samples * self.num_replicas
-
-    def __len__(self) -> int:
-        return self.num_samples
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples repeat ones that some rank has had in the same epoch: 0 or 1."""
-        return int(self.total_size - self.num_replicas + self.rank >= self.dataset_length - self.start > 0)
+        return int(self.total_size - self.num_replicas + self.rank >= self.remaining > 0)
 
     def epoch_order(self) -> Order:
-        length, stride, first = self.dataset_length, self.num_replicas, self.start + self.rank
+        length, stride, first = self.total, self.num_replicas, self.start + self.rank
         permutation = Permutation(length, (self.seed, self.epoch)) if self.shuffle else _identity
         return lambda positions: permutation(positions + first if stride == 1 else (positions * stride + first) % length)
 
-    def after(self, samples: int) -> DistributedSampler:
-        check_integer("samples", samples, 0)
-        rest = copy.copy(self)
-        rest.start = min(self.start + samples, self.dataset_length)
-        rest._divide()
-        return rest
-
-
-def _alone(sampler: SequentialSampler | RandomSampler, shuffle: bool, seed: int) -> DistributedSampler:
-    """The same order as a sampler that can begin within the epoch."""
-    same = DistributedSampler(sampler.num_samples, shuffle=shuffle, seed=seed)
-    same.set_epoch(sampler.epoch)
-    return same
+    def order_facts(self) -> Facts:
+        return {"samples": self.total, "order": f"shuffled by seed {self.seed}" if self.shuffle else "of the data set"}
 
 
 class BatchSampler:
@@ -257,14 +306,44 @@ class BatchSampler:
         """Pass ``epoch`` on to the sampler, where it takes one."""
         tell_epoch(self.sampler, epoch)
 
+    @property
+    def remaining(self) -> int:
+        """See `Divisible`."""
+        return self._order.remaining
+
+    @property
+    def dealt(self) -> int:
+        """See `Divisible`."""
+        dealt, own = self._order.dealt, len(self.sampler)  # type: ignore[arg-type]
+        return dealt - dealt // own * (own % self.batch_size) if self.drop_last and own else dealt
+
+    def used(self, count: int) -> int:
+        """Samples of the epoch, of all ranks together, that are used when every rank has had its first ``count`` batches."""
+        return self._order.used(min(count * self.batch_size, len(self.sampler)))  # type: ignore[arg-type]
+
     def after(self, samples: int) -> BatchSampler:
         """Batches of what is left of the epoch once its first ``samples`` samples, of all ranks together, have been used.
 
-        Whatever number of ranks used them: see `IndexSampler.after`. ConfigError where the sampler cannot tell.
+        Whatever number of ranks used them: see `Divisible`. ConfigError where the sampler cannot tell.
         """
-        if not isinstance(self.sampler, IndexSampler):
-            raise ConfigError(f"{type(self.sampler).__name__} cannot tell the rest of an epoch", needed="after(samples)")
-        return BatchSampler(self.sampler.after(samples), self.batch_size, self.drop_last)
+        return BatchSampler(self._order.after(samples), self.batch_size, self.drop_last)  # type: ignore[arg-type]
+
+    def order_facts(self) -> Facts:
+        """See `Divisible`."""
+        return self._order.order_facts()
+
+    def division_facts(self) -> Facts:
+        """See `Divisible`."""
+        return {**self._order.division_facts(), "batch_size": self.batch_size, "drop_last": self.drop_last}
+
+    @property
+    def _order(self) -> Divisible:
+        if not isinstance(self.sampler, Divisible):
+            raise ConfigError(
+                f"{type(self.sampler).__name__} cannot tell the rest of an epoch",
+                needed="the methods of Divisible: after, used, ...",
+            )
+        return self.sampler
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)

@@ -11,7 +11,7 @@ import torch.utils.data
 from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
 from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
 from nvalchemi.data.datapipes.loader import DataLoader
-from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler
+from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler, ShuffledMixture
 from nvalchemi.data.datapipes.multidataset import MultiDataset
 from nvalchemi.data.datapipes.samplers import (
     BatchSampler,
@@ -29,6 +29,14 @@ _PLAIN: dict[type, bool] = {
     torch.utils.data.SequentialSampler: False,
     torch.utils.data.RandomSampler: True,
 }
+_PLAIN_BATCHES = (BatchSampler, torch.utils.data.BatchSampler)
+
+
+def is_plain(sampler: Any) -> bool:
+    """Whether a loader may have made this sampler by itself: one that gives every sample once an epoch."""
+    if type(sampler) is torch.utils.data.RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) in _PLAIN
 
 
 def shard_loader(
@@ -124,6 +132,8 @@ def _check_kind(loader: Any) -> None:
 
 def _aware_sampler(loader: Any) -> Any:
     """The sampler or batch sampler that knows of ranks, or None."""
+    if isinstance(loader.batch_sampler, ShuffledMixture):
+        return None  # nobody gave it to the loader
     inner = getattr(loader.batch_sampler, "sampler", None)
     for sampler in (loader.batch_sampler, loader.sampler, inner):
         if isinstance(sampler, DistributedSamplerProtocol):
@@ -151,10 +161,11 @@ def _as_it_is(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
 
 def _order_of(loader: Any, replaced: bool) -> dict[str, Any]:
     """What the loader says about its order; ConfigError where it has one of its own that would be lost."""
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", loader.sampler)  # torch's loader shows another one where it was given batches
     kind = type(sampler)
-    own_batches = type(batches) not in (BatchSampler, torch.utils.data.BatchSampler)
-    if not replaced and (own_batches or kind not in _PLAIN):
+    own_batches = type(batches) not in _PLAIN_BATCHES
+    if not replaced and not isinstance(batches, ShuffledMixture) and (own_batches or not is_plain(sampler)):
         raise ConfigError(
             f"the loader's {type(batches if own_batches else sampler).__name__} knows of no ranks, and dividing the loader would lose it",
             needed="a sampler with num_replicas, rank and set_epoch",
@@ -174,8 +185,7 @@ def _order_of(loader: Any, replaced: bool) -> dict[str, Any]:
 
 def gives_all(loader: Any) -> bool:
     """Whether a loader, by samplers that it made itself, gives every sample once."""
-    plain_batches = type(loader.batch_sampler) in (BatchSampler, torch.utils.data.BatchSampler)
-    return plain_batches and type(loader.sampler) in _PLAIN and not loader.drop_last
+    return type(loader.batch_sampler) in _PLAIN_BATCHES and is_plain(loader.batch_sampler.sampler) and not loader.drop_last
 
 
 def _make(sampler_cls: Callable[..., Any], loader: Any, defaults: dict[str, Any], kwargs: dict[str, Any]) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemi.data.datapipes import (
+    AtomBudgetBatchSampler,
     BatchSampler,
     DistributedSampler,
+    Divisible,
     MultiDatasetBatchSampler,
     MultiDatasetSampler,
     RandomSampler,
@@ -66,10 +70,81 @@ def test_any_numbers_of_ranks(kind: str, before: int, now: int, steps: int, epoc
     assert len(used) == consumed
 
 
+class Atoms:
+    name, num_atoms = "atoms", np.random.default_rng(0).integers(1, 30, 40)
+
+    def __len__(self) -> int:
+        return 40
+
+
+MIX = {"weights": [1, 2], "epoch_policy": "max_size", "seed": 3}
+#: (ranks, rank, size) -> a sampler of one order; of the last two, the size is not free
+SIZED: dict[str, Any] = {
+    "one data set": lambda n, r, b, **how: BatchSampler(DistributedSampler(40, n, r, seed=3, **how), b, **how),
+    "unshuffled": lambda n, r, b, **how: BatchSampler(DistributedSampler(40, n, r, shuffle=False, **how), b, **how),
+    "batches": lambda n, r, b, **how: MultiDatasetBatchSampler(CHILDREN, b, **MIX, num_replicas=n, rank=r, **how),
+    "drawn": lambda n, r, b, **how: MultiDatasetBatchSampler(CHILDREN, b, **MIX, replacement=True, num_replicas=n, rank=r, **how),
+    "samples": lambda n, r, b, **how: BatchSampler(MultiDatasetSampler(CHILDREN, **MIX, num_replicas=n, rank=r, **how), b, **how),
+    "atoms": lambda n, r, b, **how: AtomBudgetBatchSampler(Atoms(), 30 * b, seed=3, num_replicas=n, rank=r, **how),
+    "fixed": lambda n, r, b, **how: MultiDatasetBatchSampler(
+        CHILDREN, 4, samples_per_dataset=[3, 1], num_batches=12, num_replicas=n, rank=r, **how
+    ),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(SIZED)),
+    stages=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=4),
+    last=st.tuples(st.integers(1, 16), st.integers(1, 6)),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 2),
+)
+def test_a_chain_of_ranks_and_batch_sizes_uses_up_one_order(
+    kind: str, stages: list[tuple[int, int, int]], last: tuple[int, int], drop_last: bool, epoch: int
+) -> None:
+    """B29: whatever ranks and batches use them, and however often they change, the positions of the order are used one after the other."""
+
+    def ranks(n: int, size: int, position: int) -> list[Any]:
+        samplers = []
+        for rank in range(n):
+            made = SIZED[kind](n, rank, size, drop_last=drop_last)
+            made.set_epoch(epoch)
+            samplers.append(made.after(position))
+        assert all(isinstance(sampler, Divisible) for sampler in samplers)
+        assert len({len(sampler) for sampler in samplers}) == 1
+        return samplers
+
+    whole = SIZED[kind](1, 0, 1)
+    whole.set_epoch(epoch)
+    order = [index for batch in whole for index in batch]
+    assert len(order) == whole.remaining == whole.dealt
+    position = 0
+    for n, size, steps in [*stages, (*last, 1000)]:
+        samplers = ranks(n, size, position)
+        parts = [list(sampler) for sampler in samplers]
+        steps = min(steps, len(parts[0]))
+        found = [index for part in parts for batch in part[:steps] for index in batch]
+        after = samplers[0].used(steps)
+        repeats = len(found) - (after - position)
+        assert repeats >= 0 and (repeats == 0 or steps == len(parts[0]))
+        assert Counter(order[position:after]) <= Counter(found)
+        if steps == len(parts[0]):
+            assert len(found) == samplers[0].dealt
+            assert repeats == sum(sampler.num_padded for sampler in samplers)
+            assert drop_last or after == len(order)
+        assert samplers[0].remaining == len(order) - position
+        position = after
+
+
 def test_plain_samplers_and_twice() -> None:
     for plain in (RandomSampler(40, seed=3), SequentialSampler(40)):
         plain.set_epoch(2)
         assert list(plain.after(24)) == list(plain.after(20).after(4)) == list(plain)[24:]
+        divided = DistributedSampler(40, 3, 1, shuffle=plain.shuffle, seed=3)
+        assert plain.order_facts() == divided.order_facts()  # so that one process may go on where three were
+        assert plain.division_facts() != divided.division_facts()
+        assert (plain.used(24), plain.remaining, plain.dealt) == (24, 40, 40)
 
 
 def test_fixed_compositions_go_on_at_a_batch() -> None:
