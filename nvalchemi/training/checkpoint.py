@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import random
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,19 +11,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nvalchemi import __version__
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
-from nvalchemi.training import layout
+from nvalchemi.training import layout, position
 from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
+from nvalchemi.training.streams import begin_streams, load_streams, streams
 
 logger = logging.getLogger("nvalchemi")
 
@@ -87,16 +86,50 @@ def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
         "update": ctx.update.state_dict(),
         "progress": ctx.progress.state_dict(),
         "objective": {} if ctx.objective.rank_local else ctx.objective.state_dict(),
-        "loader": ctx.cursor.described(),
         "optimizer_types": {name: type(optimizer).__name__ for name, optimizer in ctx.optimizers.items()},
         "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.SHARED and state},
     }
     own = {
-        "generators": generator_states(ctx),
+        "generators": streams(ctx),
+        "loader": position.described(ctx),
         "objective": ctx.objective.state_dict() if ctx.objective.rank_local else {},
         "hooks": {name: state for name, (scope, state) in hooks.items() if scope is Scope.RANK_LOCAL and state},
     }
     return shared, own
+
+
+def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[str, Any], list[str]]:
+    """The state that is this rank's own, and the hooks that begin afresh on it because the run that was saved had fewer ranks.
+
+    On another number of ranks each hook says what it makes of the states of all (:meth:`Hook.divide_anew`). A rank that was there before
+    keeps its random streams and its loss's state; there are none yet (``None``) for one that is new.
+    """
+    ranks, rank = world_size(saved), ctx.manager.rank
+    if ranks == ctx.manager.world_size:
+        return read_file(saved, layout.rank_file(rank)), []
+    files = [read_file(saved, layout.rank_file(r)) for r in range(ranks)]
+    hooks = {name: state for name, state in files[0]["hooks"].items() if name not in {hook.name for hook in ctx.hooks}}
+    afresh = []
+    for hook in ctx.hooks:
+        states = [file["hooks"].get(hook.name, {}) for file in files]
+        state = hook.divide_anew(states, rank, ctx.manager.world_size) if any(states) else {}
+        if state:
+            hooks[hook.name] = state
+        elif state is None:
+            afresh.append(hook.name)
+    if rank == 0:
+        logger.info(
+            "%s was saved on %d processes and goes on with %d: ranks that were there keep what is their own; new ones begin afresh, "
+            "with random streams from seed, rank and step",
+            saved.path, ranks, ctx.manager.world_size,
+        )  # fmt: skip
+    there = files[rank] if rank < ranks else {"generators": None, "objective": None, "loader": files[0].get("loader", {})}
+    return {**there, "hooks": hooks}, afresh
+
+
+def world_size(saved: layout.SavedCheckpoint) -> int:
+    """The number of ranks of the run that was saved."""
+    return int(saved.manifest.get("world_size", 1))
 
 
 def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = ()) -> None:
@@ -119,11 +152,13 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     if saved is None:
         logger.info("nothing to resume from yet: starting afresh")
         return
-    check_world(ctx, saved)
-    shared, own = read_file(saved, layout.SHARED), read_file(saved, layout.rank_file(ctx.manager.rank))
+    shared = read_file(saved, layout.SHARED)
+    own, afresh = own_state(ctx, saved)
     states = {**shared["hooks"], **own["hooks"]}
-    check_fit(ctx, shared, states, saved.path, fresh)
+    check_fit(ctx, shared, states, saved.path, [*fresh, *afresh])
     check_same_kind(ctx, shared, saved.path)
+    ctx.progress.load_state_dict(shared["progress"])
+    position.take_up(ctx, own.get("loader", {}), world_size(saved), saved.path)
     for name, state in shared["models"].items():
         _apply(f"model '{name}'", saved.path, lambda n=name, s=state: load_model_state(ctx.models[n], s))
     for kind, targets in (("optimizers", ctx.optimizers), ("schedulers", ctx.schedulers)):
@@ -133,13 +168,16 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     ctx.update.load_state_dict(shared["update"])
     # files written before losses had chains have no state of them
     objective = own.get("objective", {}) if ctx.objective.rank_local else shared["objective"]
-    _apply("the loss", saved.path, lambda: ctx.objective.load_state_dict(objective))
-    ctx.progress.load_state_dict(shared["progress"])
+    if objective is not None:
+        _apply("the loss", saved.path, lambda: ctx.objective.load_state_dict(objective))
     ctx.validation = saved.manifest.get("metrics")
     for hook in ctx.hooks:
         if hook.name in states:
             _apply(f"hook '{hook.name}'", saved.path, lambda h=hook: h.load_state_dict(states[h.name]))
-    load_generator_states(ctx, own["generators"])
+    if own["generators"] is None:
+        begin_streams(ctx)
+    else:
+        load_streams(ctx, own["generators"])
     logger.info("resumed from %s at step %d, epoch %d", saved.path, ctx.progress.step, ctx.progress.epoch)
 
 
@@ -180,18 +218,6 @@ def find_together(ctx: TrainContext, source: str | PathLike[str]) -> layout.Save
 
     found = first_rank(path, ctx.manager)
     return None if found is None else layout.read(found)
-
-
-def check_world(ctx: TrainContext, saved: layout.SavedCheckpoint) -> None:
-    """A checkpoint has a file for each rank of its run, and its position is that of each rank's share of the data."""
-    then, now = int(saved.manifest.get("world_size", 1)), ctx.manager.world_size
-    if then != now:
-        raise CheckpointError(
-            f"{saved.path} is of a run on another number of processes",
-            found=f"{now} now",
-            needed=str(then),
-            fix=f"resume on {then}, or take the weights alone with init_from",
-        )
 
 
 def find(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
@@ -262,7 +288,7 @@ def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str,
 
 
 def check_same_kind(ctx: TrainContext, shared: Mapping[str, Any], path: Path) -> None:
-    """An optimizer's state is for its own kind, and a position within an epoch for its own loader."""
+    """An optimizer's state is for its own kind."""
     for name, kind in shared.get("optimizer_types", {}).items():
         own = type(ctx.optimizers[name]).__name__
         if own != kind:
@@ -272,15 +298,6 @@ def check_same_kind(ctx: TrainContext, shared: Mapping[str, Any], path: Path) ->
                 needed=own,
                 fix="resume with what the checkpoint was made with, or take its weights alone with init_from",
             )
-    then, now = shared.get("loader", {}), ctx.cursor.described()
-    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    if then and other and shared["progress"]["batch"] > 0:
-        raise CheckpointError(
-            f"{path} stands in the middle of an epoch of another loader: samples would be left out or seen twice",
-            found=", ".join(f"{name} {now.get(name)}" for name in other),
-            needed=", ".join(f"{name} {then.get(name)}" for name in other),
-            fix="resume with the loader as it was, or from the end of an epoch; or take the weights alone with init_from",
-        )
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -292,33 +309,6 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Take back what :func:`model_state` gave, strictly."""
     wrapped = {plain_name(model, key): key for key in model.state_dict()}
     model.load_state_dict({wrapped.get(key, key): value for key, value in state.items()})
-
-
-def generator_states(ctx: TrainContext) -> dict[str, Any]:
-    """Every random stream of this rank: the run's, torch's (CPU and device), numpy's and python's."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the user's global stream is what is kept
-    version, words, spare = random.getstate()
-    states: dict[str, Any] = {
-        "run": ctx.generator.get_state(),
-        "torch": torch.get_rng_state(),
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
-        "python": [version, list(words), spare],
-    }
-    if ctx.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(ctx.device)
-    return states
-
-
-def load_generator_states(ctx: TrainContext, states: Mapping[str, Any]) -> None:
-    """Take back what :func:`generator_states` gave."""
-    ctx.generator.set_state(states["run"])
-    torch.set_rng_state(states["torch"])
-    kind, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
-    version, words, spare = states["python"]
-    random.setstate((version, tuple(words), spare))
-    if "cuda" in states and ctx.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], ctx.device)
 
 
 def check_states(*states: Mapping[str, Any]) -> None:

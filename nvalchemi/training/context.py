@@ -29,13 +29,17 @@ class Progress:
     epoch
         Epochs completed.
     batch
-        Batches consumed of the current epoch; only batches that were trained on count.
+        Batches consumed of the current epoch, by each rank, since it was divided between ranks; only batches that were trained on count.
     step
         Optimizer steps taken.
     samples
         Samples consumed since the start of the run, all ranks together.
     epoch_samples
-        Samples consumed of the current epoch, all ranks together.
+        Samples consumed of the current epoch, all ranks together: where the sampler can tell (see
+        :class:`~nvalchemi.data.datapipes.samplers.Divisible`) the position in its order, so that repeats do not count, else as ``samples``.
+    divided_at
+        Samples of the current epoch that had been consumed when what was left of it was divided anew: not 0 only where the run was resumed
+        on another number of ranks, or with other batches, in the middle of this epoch.
     skipped
         Steps whose update was skipped, all in all.
     consecutive_skips
@@ -47,14 +51,20 @@ class Progress:
     step: int = 0
     samples: int = 0
     epoch_samples: int = 0
+    divided_at: int = 0
     skipped: int = 0
     consecutive_skips: int = 0
 
-    def advance(self, batches: int, samples: int, taken: bool) -> None:
-        """One step is over: ``batches`` consumed holding ``samples`` samples, its update taken or skipped."""
+    @property
+    def at_epoch_start(self) -> bool:
+        """Whether nothing of the current epoch was consumed yet."""
+        return self.batch == 0 and self.divided_at == 0
+
+    def advance(self, batches: int, samples: int, taken: bool, position: int | None = None) -> None:
+        """One step is over: ``batches`` consumed holding ``samples`` samples, up to ``position``; its update taken or skipped."""
         self.batch += batches
         self.samples += samples
-        self.epoch_samples += samples
+        self.epoch_samples = self.epoch_samples + samples if position is None else position
         if taken:
             self.step += 1
             self.consecutive_skips = 0
@@ -65,8 +75,7 @@ class Progress:
     def end_epoch(self) -> None:
         """The current epoch is over."""
         self.epoch += 1
-        self.batch = 0
-        self.epoch_samples = 0
+        self.batch = self.epoch_samples = self.divided_at = 0
 
     def state_dict(self) -> dict[str, int]:
         """The integers by name."""
@@ -75,7 +84,8 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take back what :meth:`state_dict` gave."""
         for f in fields(self):
-            setattr(self, f.name, int(state[f.name]))
+            # The first version of checkpoints knew no divided epochs.
+            setattr(self, f.name, int(state.get(f.name, 0) if f.name == "divided_at" else state[f.name]))
 
 
 @dataclass(slots=True, eq=False)
@@ -201,8 +211,10 @@ class TrainContext:
         if self.num_steps:
             parts.append(self.progress.step / self.num_steps)
         if self.num_epochs:
-            length = self.cursor.num_batches
-            parts.append((self.progress.epoch + (self.progress.batch / length if length else 0.0)) / self.num_epochs)
+            done, length = self.progress.batch, self.cursor.num_batches
+            if self.progress.divided_at:
+                done, length = self.progress.epoch_samples, self.cursor.num_samples
+            parts.append((self.progress.epoch + (done / length if length else 0.0)) / self.num_epochs)
         return min(max(parts), 1.0) if parts else None
 
     @property

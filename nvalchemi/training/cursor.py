@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from nvalchemi.data.datapipes.divisible import Divisible
+from nvalchemi.data.datapipes.rest import division_of, rest_of
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training.context import Progress
 from nvalchemi.training.seeds import derive_seed
@@ -34,7 +36,9 @@ class Cursor:
     """The position in a loader.
 
     A loader of this package is sought by index. A list of batches is, too. Any other iterable is replayed up to the position,
-    with torch's random stream set from (seed, epoch) where it makes its order, so that the order is the same on a resume.
+    with torch's random stream set from (seed, epoch) where it makes its order, so that the order is the same on a resume. Where the
+    loader's sampler can be divided anew (:class:`~nvalchemi.data.datapipes.samplers.Divisible`), so can an epoch that was begun on
+    another number of ranks.
 
     Parameters
     ----------
@@ -56,6 +60,8 @@ class Cursor:
         self._moves = device.type != "cpu"  # loaders hand out host memory
         self._iterator: Iterator[Any] = iter(())
         self._position = 0
+        self._current: Iterable[Any] = loader  # of this epoch: the loader, or what is left of the epoch
+        self._division = division_of(loader)
         # A torch loader's own generator keeps the user's seed; each epoch's order is derived from it.
         self._own_generator = loader.generator if isinstance(loader, torch.utils.data.DataLoader) else None
         self._own_seed = self._own_generator.initial_seed() if self._own_generator is not None else seed
@@ -67,34 +73,52 @@ class Cursor:
     @property
     def num_batches(self) -> int | None:
         """Batches an epoch, or ``None`` where the loader does not know."""
-        if not isinstance(self.loader, Sized):
-            return None
-        try:
-            return len(self.loader)
-        except TypeError:  # torch's DataLoader over an iterable dataset has __len__ and no length
-            return None
+        return _length(self.loader)
+
+    @property
+    def division(self) -> Divisible | None:
+        """How the current epoch, or what was left of it, is divided; ``None`` where the sampler cannot tell."""
+        return self._division
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples an epoch, all ranks together, or ``None`` where the sampler cannot tell."""
+        division = division_of(self.loader)
+        return None if division is None else division.remaining
+
+    def samples_used(self, batch: int) -> int | None:
+        """The position in the epoch's order when each rank has had ``batch`` batches; ``None`` where the sampler cannot tell."""
+        return None if self._division is None else self._division.used(batch)
 
     def described(self) -> dict[str, Any]:
-        """What a position in an epoch depends on, as far as the loader says: plain data."""
+        """What a position in an epoch depends on, as far as the loader says: plain data.
+
+        ``order`` is the same on any number of ranks, and empty where the sampler cannot be divided anew; ``division`` is the rest.
+        """
+        division = division_of(self.loader)
+        if division is not None:
+            return {"order": division.order_facts(), "division": division.division_facts()}
         data, sampler = getattr(self.loader, "dataset", None), getattr(self.loader, "sampler", None)
         facts = {name: getattr(self.loader, name, None) for name in ("batch_size", "drop_last", "seed")}
         facts |= {"batches": self.num_batches, "samples": len(data) if isinstance(data, Sized) else None}
         facts["order"] = None if sampler is None else type(sampler).__name__
-        return {name: value for name, value in facts.items() if isinstance(value, bool | int | str)}
+        return {"order": {}, "division": {name: value for name, value in facts.items() if isinstance(value, bool | int | str)}}
 
     def seek(self, progress: Progress) -> None:
-        """Go to ``progress``: its epoch's order, its batch."""
+        """Go to ``progress``: its epoch's order, its division between ranks, its batch."""
         self.close()
         self.at_end = False
         self._position = progress.batch
         self._set_epoch(progress.epoch)
-        length = self.num_batches
-        if length is not None and length > 0 and progress.batch >= length:
+        self._current = rest_of(self.loader, progress.divided_at) if progress.divided_at else self.loader
+        self._division = division_of(self._current)
+        length = _length(self._current)
+        if length is not None and (length > 0 or progress.divided_at) and progress.batch >= length:
             self.at_end = True  # a checkpoint of an epoch's last step: what is left of the epoch is its end
-        elif isinstance(self.loader, Seekable):
-            self._iterator = self.loader.iter_from(progress.batch)
-        elif isinstance(self.loader, Sequence):
-            self._iterator = iter(islice(self.loader, progress.batch, None))
+        elif isinstance(self._current, Seekable):
+            self._iterator = self._current.iter_from(progress.batch)
+        elif isinstance(self._current, Sequence):
+            self._iterator = iter(islice(self._current, progress.batch, None))
         else:
             self._iterator = self._replay(progress)
 
@@ -106,7 +130,7 @@ class Cursor:
         TrainingError
             Where the epoch has no batch at all.
         """
-        length = self.num_batches
+        length = _length(self._current)
         while not self.at_end:
             group = list(islice(self._iterator, size))
             if self._moves:
@@ -140,13 +164,14 @@ class Cursor:
                 holder.set_epoch(epoch)
 
     def _replay(self, progress: Progress) -> Iterator[Any]:
-        seed = derive_seed(self.seed, "order", progress.epoch)
+        # Workers of the rest of an epoch do not draw what those of its start have drawn.
+        stream = ("order", progress.epoch, progress.divided_at) if progress.divided_at else ("order", progress.epoch)
         own = self._own_generator
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(derive_seed(self.seed, *stream))
             if own is not None:
-                own.manual_seed(derive_seed(self._own_seed, "order", progress.epoch))
-            iterator = iter(self.loader)
+                own.manual_seed(derive_seed(self._own_seed, *stream))
+            iterator = iter(self._current)
             first = list(islice(iterator, 1))  # samplers draw their order when the first index is asked for
         skip = progress.batch
         if skip and first:
@@ -159,6 +184,15 @@ class Cursor:
                 needed=f"{progress.batch}",
             )
         return chain(first, iterator)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # torch's DataLoader over an iterable dataset has __len__ and no length
+        return None
 
 
 @runtime_checkable

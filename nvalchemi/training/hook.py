@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -151,6 +151,25 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
+
+    def divide_anew(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any] | None:
+        """The state of this rank, of a hook of scope RANK_LOCAL, in a run that goes on with another number of ranks.
+
+        By default a rank that was there before keeps its own, and one that is new begins afresh.
+
+        Parameters
+        ----------
+        states
+            What :meth:`state_dict` gave on each rank of the run that was saved, in order.
+        rank, world_size
+            Of this run.
+
+        Returns
+        -------
+        dict or None
+            The state to load, or ``None`` to begin afresh.
+        """
+        return states[rank] if rank < len(states) else None
 
     def stage_listeners(self) -> Iterator[tuple[TrainingStage, Callable[[TrainContext], None]]]:
         """Each stage with the bound method that listens to it."""

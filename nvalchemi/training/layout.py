@@ -21,7 +21,7 @@ from typing import Any
 from nvalchemi.errors import CheckpointError
 
 FORMAT = "nvalchemi-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 SHARED = "shared.pt"
 

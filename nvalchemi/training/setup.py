@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from nvalchemi.data.datapipes.rest import in_one_order
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import ConfigError
 from nvalchemi.objective import ModelLoss, SupervisedLoss
@@ -126,7 +127,7 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
         several_models=not isinstance(strategy.models, nn.Module),
         num_epochs=strategy.num_epochs,
         num_steps=strategy.num_steps,
-        cursor=Cursor(loader, manager.device, strategy.seed),
+        cursor=Cursor(in_one_order(loader, strategy.seed), manager.device, strategy.seed),
     )
     ctx.flags_before = before
     if strategy.validation_config is not None:

@@ -14,6 +14,7 @@ from nvalchemi.errors import TrainingError
 from nvalchemi.objective import Count
 from nvalchemi.training import agreement, checkpoint
 from nvalchemi.training.context import TrainContext
+from nvalchemi.training.division import DivisionReport
 from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
 from nvalchemi.training.optimizers import OptimizerConfigs
@@ -97,7 +98,7 @@ class TrainingStrategy:
         """
         ctx = begin(self, loader)
         try:
-            own = [LateSkips(), FiniteHook(), *validation_hooks(self.validation_config)]
+            own = [LateSkips(), FiniteHook(), DivisionReport(), *validation_hooks(self.validation_config)]
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader
@@ -110,7 +111,7 @@ class TrainingStrategy:
                 hooks.fire(TrainingStage.TRAINING_START, ctx)
                 while not agreement.finished(ctx):
                     ctx.cursor.seek(ctx.progress)
-                    if ctx.progress.batch == 0:
+                    if ctx.progress.at_epoch_start:
                         hooks.fire(TrainingStage.EPOCH_START, ctx)
                     for group, counts in agreement.steps(ctx, self.accumulate):
                         self.train_step(group, counts, ctx)
@@ -143,7 +144,8 @@ class TrainingStrategy:
             ctx.skip_step("the gradients overflowed at the present loss scale", agreed=True)
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)
         ctx.step_taken = update.discard() if ctx.skip_reason else update.step()
-        ctx.progress.advance(len(group), ctx.loss.samples, ctx.step_taken)
+        position = ctx.cursor.samples_used(ctx.progress.batch + len(group))
+        ctx.progress.advance(len(group), ctx.loss.samples, ctx.step_taken, position)
         if ctx.step_taken:
             ctx.step_schedulers()
             hooks.fire(TrainingStage.OPTIMIZER_STEPPED, ctx)

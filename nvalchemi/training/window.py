@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,18 @@ class Window:
         waiting = {name: list(pair) for name, pair in self._columns().items()}
         sums = {name: list(pair) for name, pair in self._sums.items()}
         return {"sums": sums, "steps": self._steps, "waiting": waiting, "waiting_steps": self._num_earlier + len(self._rows)}
+
+    @staticmethod
+    def averaged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state for each rank of a run that goes on with another number of ranks: every step then weighs as those to come."""
+        sums: dict[str, list[Tensor]] = {}
+        for state in states:
+            for columns in (state["sums"], state["waiting"]):
+                for name, (values, counts) in columns.items():
+                    before = sums.get(name, [torch.zeros((), dtype=torch.float64)] * 2)
+                    sums[name] = [before[0] + values.sum() / len(states), before[1] + counts.sum() / len(states)]
+        steps = int(states[0]["steps"]) + int(states[0]["waiting_steps"])
+        return {"sums": sums, "steps": steps, "waiting": {}, "waiting_steps": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""

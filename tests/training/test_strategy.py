@@ -180,6 +180,7 @@ def test_steps_and_epochs_end_a_run():
         "step": 5,
         "samples": 5,
         "epoch_samples": 1,
+        "divided_at": 0,
         "skipped": 0,
         "consecutive_skips": 0,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,10 @@ class MetricsHook(PeriodicHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._records, self._resumed = int(state["records"]), True
         self._window.load_state_dict(state["window"])
+
+    def divide_anew(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """The window goes on with the means of all ranks that there were; the records are rank 0's."""
+        return {"records": states[0]["records"], "window": Window.averaged([state["window"] for state in states])}
 
 
 def named_rates(ctx: TrainContext) -> dict[str, float]:
