@@ -35,7 +35,7 @@ BOX = torch.linspace(-2.7, 2.7, 120)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-size", type=int, default=256, help="of all processes together")
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder of the picture")
     return parser.parse_args()
@@ -63,7 +63,7 @@ def draw(energies: list[Tensor], samples: Tensor, points: Tensor, model: MLPEner
     panels[2].plot(*points.T, ".", color="0.75", markersize=3, label="held-out points with noise")
     panels[2].plot(*samples.T, ".", color="tab:red", markersize=3, label="MALA of the learned energy")
     panels[2].set(title=f"{len(samples)} of each")
-    panels[2].legend(loc="upper left", fontsize="small")
+    panels[2].legend(loc="lower right", fontsize="small")
     for panel in panels:
         panel.set(xlabel="$x_1$", ylabel="$x_2$", aspect="equal", xlim=(-2.7, 2.7), ylim=(-2.7, 2.7))
     figure.savefig(path, dpi=110)
