@@ -1,38 +1,97 @@
-"""Two real processes under torchrun, talking through gloo on the CPU."""
+"""Two real processes under torchrun, or with the variables of SLURM or Open MPI, talking through gloo on the CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(400)  # processes that import PhysicsNeMo: seconds each, minutes where others use the machine
 
-def torchrun(script: Path, *arguments: str, processes: int = 2, limit: float = 100.0, **environment: str):
+
+def torchrun(script: Path, *arguments: str, processes: int = 2, limit: float = 250.0, **environment: str):
     """Run a script on several ranks of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(script)]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=limit, env=settings)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What each of two ranks saw."""
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+
+# What a launcher tells each process; SLURM and Open MPI find the meeting point by MASTER_ADDR and MASTER_PORT, or by defaults.
+LAUNCHERS = {
+    "slurm": lambda rank: {
+        "SLURM_PROCID": rank,
+        "SLURM_NPROCS": 2,
+        "SLURM_LOCALID": rank,
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+    },
+    "openmpi": lambda rank: {
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_SIZE": 2,
+        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+    },
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(launcher: str, folder: Path) -> None:
+    """Start two ranks as a launcher does, and wait for them."""
+    if launcher == "env":
+        done = torchrun(SCRIPT, str(folder))
+        assert done.returncode == 0, done.stderr
+        return
+    common = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder)],
+            env=common | {name: str(value) for name, value in LAUNCHERS[launcher](rank).items()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=250)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module", params=["env", *LAUNCHERS])
+def launched(request, tmp_path_factory):
+    """A launcher, and what each of two ranks saw that it started."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(Path(__file__).with_name("two_ranks.py"), str(folder))
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    start(request.param, folder)
+    return request.param, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_ranks_know_their_places(reports):
+@pytest.fixture(scope="module")
+def reports(launched):
+    return launched[1]
+
+
+def test_ranks_know_their_places(launched):
+    launcher, reports = launched
     for rank, report in enumerate(reports):
         assert (report["rank"], report["world_size"], report["local_rank"]) == (rank, 2, rank)
         assert report["distributed"]
         assert report["device"] == "cpu"
-        assert report["method"] == "env"
+        assert report["method"] == launcher
         assert report["environment"]
         assert report["left"]
 
