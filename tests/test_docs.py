@@ -79,7 +79,19 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize(
     "package",
-    ["data", "data.datapipes", "distributed", "ebm.couplings", "models", "training", "training.hooks", "training.losses"],
+    [
+        "data",
+        "data.datapipes",
+        "distributed",
+        "ebm.couplings",
+        "ebm.integrators",
+        "ebm.samplers",
+        "ebm.toy",
+        "models",
+        "training",
+        "training.hooks",
+        "training.losses",
+    ],
 )
 def test_every_public_name_is_in_the_reference(package):
     """A class or function that can be imported from a package stands on a page of the reference, by itself or with its module."""
