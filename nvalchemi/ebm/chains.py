@@ -7,27 +7,15 @@ A sampler works on one tensor of positions and never asks what they belong to. V
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError, DataError
+from nvalchemi.models import EnergyModel
 from nvalchemi.models.gradient import plain
-
-
-class Energy(Protocol):
-    """What the chains ask for energies and gradients: a `nvalchemi.models.EnergyModel`, or its compiled form."""
-
-    def __call__(self, x: Any, /) -> Tensor:
-        """Energies."""
-
-    def gradient(self, x: Any, /) -> Tensor:
-        """Their gradient."""
-
-    def energy_and_gradient(self, x: Any, /) -> tuple[Tensor, Tensor]:
-        """Both."""
 
 
 class Chains(ABC):
@@ -100,15 +88,15 @@ class Chains(ABC):
     def moments(self, x: Tensor) -> dict[str, Tensor]:
         """Mean and variance over the chains, where they have a meaning."""
 
-    def energy(self, model: Energy, x: Tensor) -> Tensor:
+    def energy(self, model: EnergyModel, x: Tensor) -> Tensor:
         """Energies (size,)."""
         return model(self.inputs(x))
 
-    def gradient(self, model: Energy, x: Tensor) -> Tensor:
+    def gradient(self, model: EnergyModel, x: Tensor) -> Tensor:
         """The gradient of the energy, of the positions' shape."""
         return model.gradient(self.inputs(x))
 
-    def energy_and_gradient(self, model: Energy, x: Tensor) -> tuple[Tensor, Tensor]:
+    def energy_and_gradient(self, model: EnergyModel, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both of them by one pass."""
         return model.energy_and_gradient(self.inputs(x))
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.chains import Chains, Energy, chains_of
+from nvalchemi.ebm.chains import Chains, chains_of
 from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
 from nvalchemi.ebm.samplers.compiled import CompiledEnergy
 from nvalchemi.ebm.settings import Setting, checked
@@ -239,7 +239,7 @@ class EnergySampler(Sampler):
         self._compiled: CompiledEnergy | None = None
 
     @property
-    def energy(self) -> Energy:
+    def energy(self) -> EnergyModel:
         """Where energies and gradients come from: the model, or its compiled form after `compile`."""
         return self.model if self._compiled is None else self._compiled
 

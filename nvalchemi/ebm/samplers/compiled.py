@@ -12,32 +12,35 @@ from nvalchemi.models import EnergyModel
 from nvalchemi.models.gradient import compiled_gradient
 
 
-class CompiledEnergy:
+class CompiledEnergy(EnergyModel):
     """Energies and gradients of a model by one compiled graph; see `nvalchemi.models.gradient.compiled_gradient`.
 
-    The weights are the model's own: training it changes what comes out here.
+    The weights are the model's own, which is no submodule of this: training it changes what comes out here.
     """
 
     def __init__(self, model: EnergyModel, **options: Any) -> None:
-        self._model = model
+        super().__init__()
+        self._held = (model,)
         self._both = compiled_gradient(self._wide, **options)
 
     def _wide(self, x: Tensor) -> Tensor:
-        return self._model(x.float() if self._model.force_fp32_gradient else x)
+        (model,) = self._held
+        return model(x.float() if model.force_fp32_gradient else x)
 
-    def __call__(self, x: Any, /) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         """Energies, by the model itself."""
-        return self._model(x)
+        return self._held[0](x)
 
-    def gradient(self, x: Any, /) -> Tensor:
-        """The gradient, of the shape and dtype of ``x``."""
-        return self.energy_and_gradient(x)[1]
-
-    def energy_and_gradient(self, x: Any, /) -> tuple[Tensor, Tensor]:
-        """Both of them."""
-        if not isinstance(x, Tensor):
-            raise ConfigError("only samples that are tensors are compiled for", found=type(x).__name__, fix="leave out compile()")
-        with torch.autocast(
-            x.device.type, enabled=not self._model.force_fp32_gradient and torch.is_autocast_enabled(x.device.type)
-        ):
+    def energy_and_gradient(
+        self, x: Any, create_graph: bool = False, *, anchored: bool = True, **conditions: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `EnergyModel.energy_and_gradient`; no graph can be had of it."""
+        if not isinstance(x, Tensor) or create_graph or conditions:
+            raise ConfigError(
+                "only samples that are tensors are compiled for, without conditions, and no graph is kept",
+                found=f"{type(x).__name__}, create_graph={create_graph}",
+                fix="leave out compile()",
+            )
+        wide = self._held[0].force_fp32_gradient
+        with torch.autocast(x.device.type, enabled=not wide and torch.is_autocast_enabled(x.device.type)):
             return self._both(x)

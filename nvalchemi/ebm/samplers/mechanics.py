@@ -13,9 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.chains import Chains, Energy
+from nvalchemi.ebm.chains import Chains
 from nvalchemi.ebm.settings import Value, add_, spread
 from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel
 
 Mass: TypeAlias = float | Tensor | str
 
@@ -32,7 +33,7 @@ class Mechanics:
         Of the atoms of a batch: a number, one number an atom (N,), or ``"atomic"``, the masses of the elements in u.
     """
 
-    def __init__(self, model: Energy, chains: Chains, mass: Mass) -> None:
+    def __init__(self, model: EnergyModel, chains: Chains, mass: Mass) -> None:
         self.model, self.chains = model, chains
         self._scale: Value = 1.0
         self._whiten: Tensor | None = None

@@ -168,3 +168,6 @@ def test_a_compiled_sampler_gives_the_same(force):
     assert model.training and all(p.grad is None for p in model.parameters())
     with pytest.raises(ConfigError, match="tensors"):
         compiled.energy.gradient([1.0])
+    with pytest.raises(ConfigError, match="graph"):
+        compiled.energy.gradient(x, create_graph=True)
+    assert not list(compiled.energy.parameters())
