@@ -6,6 +6,7 @@
 The points come from a zarr store. Every process keeps chains of its own, which are saved with everything else: started again with more
 ``--steps``, the program goes on from its last checkpoint. In the plane an energy can be normalised on a grid, so the likelihood of points
 that were never seen is known, for the network and for the distribution that made the points.
+With the default number of steps the gaps between the moons are still being cut out.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 Four fifths of the steps learn the flow alone; the rest run chains as well, which makes exp(-E / 0.15) the density of the points. Samples
 begin as noise and follow Langevin dynamics whose temperature rises from 0 to 0.15 only at the end.
+The default number of steps finds the ring on which the Gaussians lie, and does not tell them apart yet: the divergence says so.
 """
 
 from __future__ import annotations
