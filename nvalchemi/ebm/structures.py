@@ -14,7 +14,7 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
 from nvalchemi.data.ragged import ragged_rows
-from nvalchemi.ebm.chains import Chains, Energy
+from nvalchemi.ebm.chains import Chains
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential
 from nvalchemi.models.gradient import plain
@@ -121,21 +121,19 @@ class AtomChains(Chains):
         """One batch for each state kept."""
         return [self.inputs(x) for x in kept]
 
-    def energy(self, model: Energy, x: Tensor) -> Tensor:
+    def energy(self, model: EnergyModel, x: Tensor) -> Tensor:
         """See `Chains.energy`."""
         batch, there = self._placed(x)
         return _only(there, model(batch))
 
-    def gradient(self, model: Energy, x: Tensor) -> Tensor:
+    def gradient(self, model: EnergyModel, x: Tensor) -> Tensor:
         """See `Chains.gradient`."""
         return self.energy_and_gradient(model, x)[1]
 
-    def energy_and_gradient(self, model: Energy, x: Tensor) -> tuple[Tensor, Tensor]:
+    def energy_and_gradient(self, model: EnergyModel, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Chains.energy_and_gradient`."""
         batch, there = self._placed(x)
-        if (
-            isinstance(model, EnergyModel) and "forces" in model.outputs
-        ):  # a network may have a faster way to them than differentiation
+        if "forces" in model.outputs:  # a network may have a faster way to them than differentiation
             found = model.predict(batch, outputs=("energy", "forces"))
             energy, gradient = found["energy"], found["forces"].to(x.dtype).neg_()
         else:
