@@ -15,17 +15,25 @@ from nvalchemi.data import Batch
 from nvalchemi.ebm.samples import normal_like, positions, signs_like, spread, total
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import differentiable, leaf, second_gradient
+from nvalchemi.models.gradient import anchor, differentiable, leaf, second_gradient
 
 PROJECTIONS = ("rademacher", "sphere", "gaussian")
 """Laws of random directions with mean 0 and covariance 1: signs, a sphere of radius √d, the normal distribution."""
 
 
 def energy_gradient(model: EnergyModel, x: Any, *, create_graph: bool = False, **conditions: Any) -> Tensor:
-    """Give ∇E(x), of the shape of the positions; ``conditions`` are handed to the energy by name."""
-    if not conditions:
-        return model.gradient(x, create_graph=create_graph)
-    return model.energy_and_gradient(x, create_graph, **conditions)[1]
+    """Give ∇E(x), of the shape of the positions; ``conditions`` are handed to the energy by name.
+
+    The gradient is anchored and can be differentiated once, with respect to the parameters.
+    """
+    if conditions:
+        return model.energy_and_gradient(x, create_graph, **conditions)[1]
+    if isinstance(x, Batch) and "forces" in model.outputs and (model.training or not create_graph):
+        with torch.set_grad_enabled(create_graph):  # a network may have a faster way to forces than differentiation
+            found = model.predict(x, ("energy", "forces"))
+        gradient = -found["forces"].to(x.positions.dtype)
+        return anchor(gradient, found["energy"].sum()) if create_graph else gradient
+    return model.gradient(x, create_graph=create_graph)
 
 
 def score(model: EnergyModel, x: Any, *, create_graph: bool = False, **conditions: Any) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nvalchemi.data import AtomicData, Batch
 from nvalchemi.ebm import losses
 from nvalchemi.ebm.samplers import LangevinDynamics
-from nvalchemi.models import MLPEnergy
+from nvalchemi.models import InteratomicPotential, MLPEnergy, PaiNN
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
 from nvalchemi.training.hooks import DDPHook
 from nvalchemi.training.seeds import derive_seed
@@ -46,6 +47,11 @@ def field() -> Field:
     return Field().double()
 
 
+def potential() -> InteratomicPotential:
+    torch.manual_seed(0)
+    return InteratomicPotential(PaiNN(["C"], n_features=8, n_interactions=2, cutoff=4.0, n_rbf=5).double(), cutoff=4.0)
+
+
 def matching(model: Any, **settings: Any) -> losses.EnergyMatching:
     return losses.EnergyMatching(model, n_langevin_steps=5, **settings)
 
@@ -75,6 +81,26 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+#: the same of structures
+ATOMS: dict[str, tuple[Any, Any]] = {
+    "denoising of atoms": (potential, lambda m: losses.DenoisingScoreMatching(m, [0.05, 0.2])),
+    "sliced, of atoms": (potential, lambda m: losses.SlicedScoreMatching(m, 1)),
+    "contrastive, of atoms": (
+        potential,
+        lambda m: losses.ContrastiveDivergence(m, LangevinDynamics(m, 1e-4, temperature=0.03), k_steps=2),
+    ),
+}
+
+
+def molecules(count: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for i in range(count):
+        positions = 1.5 * torch.randn(2 + i % 3, 3, generator=generator, dtype=torch.float64)
+        data.append(AtomicData(positions, torch.full((len(positions),), 6)))
+    return Batch.from_data_list(data)
+
+
 def rows(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -87,8 +113,8 @@ SHARES = {
 }
 
 
-def batches_of(sizes: list[list[int]], rank: int) -> list[torch.Tensor]:
-    return [rows(count, 100 * rank + i) for i, count in enumerate(sizes[rank])]
+def batches_of(sizes: list[list[int]], rank: int, name: str = "") -> list[Any]:
+    return [(molecules if name in ATOMS else rows)(count, 100 * rank + i) for i, count in enumerate(sizes[rank])]
 
 
 class Keep(Hook):
@@ -104,7 +130,7 @@ class Keep(Hook):
 
 def train(manager, name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
     """Train a case on the rank's share."""
-    make_model, make_loss = CASES[name]
+    make_model, make_loss = (CASES | ATOMS)[name]
     model, keep = make_model(), Keep()
     strategy = TrainingStrategy(
         models=model,
@@ -116,20 +142,20 @@ def train(manager, name: str, accumulate: int, sizes: list[list[int]]) -> dict[s
         seed=SEED,
         hooks=[keep, DDPHook()],
     )
-    strategy.run(own(batches_of(sizes, manager.rank), manager))
+    strategy.run(own(batches_of(sizes, manager.rank, name), manager))
     return {"gradients": keep.gradients, "losses": keep.losses, "weights": [p.detach() for p in model.parameters()]}
 
 
 def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
     """The same batches and noise in one process: a plain loop, one loss and one generator for each rank."""
-    make_model, make_loss = CASES[name]
+    make_model, make_loss = (CASES | ATOMS)[name]
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     ranks = range(len(sizes))
     loss_fns = [make_loss(model) for _ in ranks]
     generators = [torch.Generator().manual_seed(derive_seed(SEED, "rank", rank)) for rank in ranks]
     assert generators[0].initial_seed() != generators[1].initial_seed()
-    shares = [batches_of(sizes, rank) for rank in ranks]
+    shares = [batches_of(sizes, rank, name) for rank in ranks]
     result: dict[str, Any] = {"gradients": [], "losses": []}
     for start in range(0, len(shares[0]), accumulate):
         window = [share[start : start + accumulate] for share in shares]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.ebm_loss_cases import CASES, POOLED, SHARES, by_hand, pooled_by_hand
+from tests.distributed.ebm_loss_cases import ATOMS, CASES, POOLED, SHARES, by_hand, pooled_by_hand
 
 HERE = "tests.distributed.ebm_loss_cases"
 
@@ -25,6 +25,15 @@ def assert_same(got, wanted):
 def test_two_ranks_are_one_process(ranks, name, share):
     """B36, B40: each rank has noise of its own; a bias in the head gets its gradient, zero or not."""
     accumulate, sizes = SHARES[share]
+    wanted = by_hand(name, accumulate, sizes)
+    for got in ranks.call(f"{HERE}:train", name, accumulate, sizes):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", ATOMS)
+def test_atoms_too(ranks, name):
+    """Structures are counted, whatever their sizes."""
+    accumulate, sizes = SHARES["unequal micro-batches"]
     wanted = by_hand(name, accumulate, sizes)
     for got in ranks.call(f"{HERE}:train", name, accumulate, sizes):
         assert_same(got, wanted)

@@ -333,6 +333,19 @@ def test_structures_of_unequal_sizes():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_langevin_chains_of_structures(persistent):
+    """A potential learns against its own molecules; a chain that does not move is the data."""
+    model, batch = potential(), molecules()
+    settings = {"persistent": persistent, "buffer_size": 5, "init_steps": 2}
+    loss_fn = ContrastiveDivergence(model, LangevinDynamics(model, 1e-4, temperature=0.03), k_steps=3, **settings)
+    loss, negatives = loss_fn(batch, generator=seeded())
+    loss.backward()
+    assert len(negatives) == 3 and all(p.grad is not None for p in model.parameters())
+    if not persistent:
+        assert 0 < float((negatives.positions - batch.positions).abs().max()) < 0.1
+
+
 def test_persistent_chains_of_structures():
     """They begin at structures of the batch, go on, and are saved whole."""
     model, batch = potential(), molecules()

@@ -222,6 +222,18 @@ def test_atoms_denoise():
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_forces_by_hand_give_the_gradient_of_the_loss():
+    """The network's own derivatives in training mode, autograd's in evaluation: the same loss and gradients."""
+    found = []
+    for training in (True, False):
+        model = potential().train(training)
+        loss = DenoisingScoreMatching(model, noise_scale=0.1)(molecules(), generator=seeded())
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 def test_a_neighbour_list_follows_the_noise():
     """Two atoms just outside the cutoff that noise brings together interact."""
     from nvalchemi.data.neighbors import neighbor_list
