@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import threading
 import time
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.notices import store
 from nvalchemi.errors import TrainingError
 
 GRACE = 2.0  # seconds in which ranks that fail together hear of each other
+LIMIT = 3.0  # seconds beyond that for a store that does not answer: the process that holds it may hang
+
+_BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|Timed out waiting|[Pp]rocess group")
+
+
+@dataclass
+class _Heard:
+    """What the ranks have said: by rank, the errors told before this rank's; and the ranks that had said anything in the end."""
+
+    causes: dict[int, str] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
 
 
 def tell(error: BaseException, run: int, manager: Manager) -> None:
@@ -30,24 +46,43 @@ def tell(error: BaseException, run: int, manager: Manager) -> None:
     Raises
     ------
     TrainingError
-        Where ``error`` is but a broken connection: naming the rank that broke it and its error.
+        Where ``error`` is but a broken connection: naming the rank that broke it and its error, or the ranks that say nothing any more.
     """
     if not manager.distributed:
         return
+    broken = (type(error) is RuntimeError or isinstance(error, dist.DistError)) and _BROKEN.search(str(error)) is not None
+    # a consequence is no cause: others shall name the rank that failed first
+    text = "" if broken else f"{type(error).__name__}: {error}"[:2000]
+    heard = _Heard()
+    talk = threading.Thread(target=_exchange, args=(text, run, manager, heard), daemon=True)
+    talk.start()
+    talk.join(GRACE + LIMIT)
+    silent = [rank for rank in range(manager.world_size) if rank not in heard.ranks | {manager.rank}]
+    if silent and dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # gloo closes its connections when nothing holds the group any more
+    if broken and (heard.causes or silent):
+        if heard.causes:
+            found = "; ".join(f"rank {rank}: {cause}" for rank, cause in heard.causes.items())
+            raise TrainingError("another rank ended the run", found=found, fix="see that rank's own error") from error
+        raise TrainingError(
+            "another rank is lost",
+            found=f"no word from rank {', '.join(map(str, silent))}: its process is gone, or hangs",
+            fix='start again with resume_from="latest"; torchrun --max-restarts does so by itself',
+        ) from error
+
+
+def _exchange(text: str, run: int, manager: Manager, heard: _Heard) -> None:
     try:
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"nvalchemi/failure/{run}/{rank}" for rank in range(manager.world_size)]
-        earlier = [rank for rank, key in enumerate(keys) if rank != manager.rank and store.check([key])]
-        texts = {rank: store.get(keys[rank]).decode() for rank in earlier}
-        store.set(keys[manager.rank], f"{type(error).__name__}: {error}"[:2000])
+        notes = store()
+        keys = {rank: f"nvalchemi/failure/{run}/{rank}" for rank in range(manager.world_size)}
+        for rank, key in keys.items():
+            if rank != manager.rank and notes.check([key]) and (cause := notes.get(key).decode()):
+                heard.causes[rank] = cause
+        notes.set(keys[manager.rank], text)
         end = time.monotonic() + GRACE
-        while not (together := store.check(keys)) and time.monotonic() < end:
+        while len(heard.ranks) < manager.world_size and time.monotonic() < end:
+            heard.ranks |= {rank for rank, key in keys.items() if rank not in heard.ranks and notes.check([key])}
             time.sleep(0.02)
     except (RuntimeError, ValueError):  # the store went away with the rank that held it
-        texts, together = {}, False
-    if not together and dist.is_initialized():
-        dist.destroy_process_group()
-    if type(error) is RuntimeError or isinstance(error, dist.DistError):
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-        if said or "closed by peer" in str(error):
-            raise TrainingError("another rank ended the run", found=said or "its process is gone") from error
+        pass

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 import torch.distributed as dist
 
+from nvalchemi.distributed.meeting import fresh_store
 from nvalchemi.errors import ConfigError
 
 METHOD_VARIABLE = "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD"
@@ -301,7 +302,7 @@ class _Place:
     """What a launcher tells one process.
 
     ``address`` is none where torch finds the others by itself (``env://``). ``alone`` says that the launcher shows each process its own
-    GPU and no other, which is then number 0 for all of them.
+    GPU and no other, which is then number 0 for all of them. ``restarts`` says that the launcher keeps a store over its attempts.
     """
 
     rank: int
@@ -310,6 +311,7 @@ class _Place:
     method: str
     address: str | None = None
     alone: bool = False
+    restarts: bool = False
 
     def device(self, gpus: int) -> torch.device:
         """The GPU of this process where it sees any, the CPU otherwise."""
@@ -344,7 +346,8 @@ def _find_place(environment: Mapping[str, str], gpus: int = 0) -> _Place | None:
                 found=f"no {' and no '.join(missing)}",
                 fix="start with torchrun, which sets all of them, or unset RANK and WORLD_SIZE for one process",
             )
-        return _checked(_Place(rank, size, local, "env"), gpus)
+        restarts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _checked(_Place(rank, size, local, "env", restarts=restarts), gpus)
     if wanted == "SLURM" or (wanted is None and "SLURM_PROCID" in environment):
         if wanted is None and environment.get("SLURM_NPROCS", environment.get("SLURM_NTASKS", "1")) == "1":
             return None
@@ -403,7 +406,12 @@ def _join(place: _Place, device: torch.device, timeout: timedelta | None) -> Non
         options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     else:
         options |= {"backend": "gloo"}
-    if place.address is None:
+    if place.restarts:
+        limit = dist.default_pg_timeout if timeout is None else timeout
+        shared, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        shared.set_timeout(limit)
+        dist.init_process_group(store=fresh_store(shared, rank, size, limit), rank=rank, world_size=size, **options)
+    elif place.address is None:
         dist.init_process_group(init_method="env://", **options)
     else:
         dist.init_process_group(init_method=place.address, rank=place.rank, world_size=place.world_size, **options)

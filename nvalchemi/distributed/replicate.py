@@ -132,6 +132,13 @@ class Replicas:
         for target in self.targets:
             target.restore()
 
+    def close(self) -> None:
+        """Put the plain models back and let go of the process group: a trace or a cycle may keep the wrappers, and they the connections."""
+        self.restore()
+        for replica in self.wrapped:
+            for name in ("logger", "reducer", "process_group"):
+                replica.__dict__.pop(name, None)
+
 
 def _without_broadcast() -> dict[str, Any]:
     # newer torch has another name for it and warns of the old one

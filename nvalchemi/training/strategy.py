@@ -21,6 +21,7 @@ from nvalchemi.training.optimizers import OptimizerConfigs
 from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
 from nvalchemi.training.skips import LateSkips
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
+from nvalchemi.training.streams import OwnStreams
 from nvalchemi.training.table import HookTable
 from nvalchemi.training.totals import step_loss
 from nvalchemi.training.update import Update
@@ -53,7 +54,7 @@ class TrainingStrategy:
         ``None`` means one process.
     seed
         Of the run's generator and of the loader's order where the loader has no seed of its own. Torch's global stream (dropout)
-        is the user's; checkpoints save and restore it.
+        is the user's, and another one on each rank; checkpoints save and restore it.
     resume_from
         ``"latest"`` (of the checkpoint hook's folder; starts afresh where there is nothing yet), or the path of a checkpoint or
         of a folder of them.
@@ -98,7 +99,7 @@ class TrainingStrategy:
         """
         ctx = begin(self, loader)
         try:
-            own = [LateSkips(), FiniteHook(), DivisionReport(), *validation_hooks(self.validation_config)]
+            own = [OwnStreams(), LateSkips(), FiniteHook(), DivisionReport(), *validation_hooks(self.validation_config)]
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader

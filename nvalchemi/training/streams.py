@@ -1,4 +1,4 @@
-"""The random streams of a rank: kept in its file of a checkpoint, taken back, or begun for a rank that is new."""
+"""The random streams of a rank: its own, kept in its file of a checkpoint, taken back, or begun for a rank that is new."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nvalchemi.distributed import Manager
+from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.seeds import derive_seed
+from nvalchemi.training.stages import Order, TrainingStage
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -52,3 +55,22 @@ def begin_streams(ctx: TrainContext) -> None:
     torch.manual_seed(seed("torch"))
     np.random.seed(seed("numpy") % 2**32)  # noqa: NPY002
     random.seed(seed("python"))
+
+
+class OwnStreams(Hook):
+    """Part of every run on many processes: ranks above 0 seed torch's global stream, which dropout draws from, anew.
+
+    A script seeds all ranks alike, for equal weights, or none of them, which torch seeds alike as well; dropout would draw the same
+    everywhere. It is done after models are made and wrapped, and before a checkpoint is loaded, which has the streams of each rank.
+    """
+
+    order = Order.SAVE
+
+    def is_active(self, manager: Manager) -> bool:
+        return manager.distributed
+
+    @on(TrainingStage.BUILT)
+    def part(self, ctx: TrainContext) -> None:
+        """Seed from the seed so far and the rank; rank 0 goes on with its own, as one process does."""
+        if ctx.manager.rank > 0:
+            torch.manual_seed(derive_seed(torch.initial_seed(), "rank", ctx.manager.rank))

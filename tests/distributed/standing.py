@@ -18,19 +18,23 @@ class Ranks:
     def __init__(self, size: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        meeting = str(Path(self._folder.name) / "meeting")
+        self._groups = 0
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, meeting, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self._meeting(), theirs), daemon=True)
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def call(self, case: str, *arguments: Any, limit: float = 100.0) -> list[Any]:
-        """What ``case(manager, *arguments)`` gives on each rank, in order; an error of a rank is an AssertionError with its trace."""
+    def call(self, case: str, *arguments: Any, limit: float = 100.0, breaks: bool = False) -> list[Any]:
+        """What ``case(manager, *arguments)`` gives on each rank, in order; an error of a rank is an AssertionError with its trace.
+
+        A case that ``breaks`` the group leaves the ranks in a new one.
+        """
+        self._groups += breaks
         for pipe in self._pipes:
-            pipe.send((case, arguments))
+            pipe.send((case, arguments, self._meeting()))
         results = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(limit):
@@ -42,6 +46,10 @@ class Ranks:
         if bad:
             raise AssertionError("\n".join(bad))
         return [value for _, value in results]
+
+    def _meeting(self) -> str:
+        """Where the ranks of the present group find each other."""
+        return str(Path(self._folder.name) / f"meeting-{self._groups}")
 
     def close(self) -> None:
         """End the processes."""
@@ -58,13 +66,19 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
 
     from nvalchemi.distributed import SingleProcess
 
+    def join() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        limit = timedelta(seconds=50)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=50))
+    join()
     # the light manager: the real one is tried under torchrun
     manager = SingleProcess(torch.device("cpu"), rank=rank, local_rank=rank, world_size=size, distributed=True)
     while True:
         try:
-            case, arguments = pipe.recv()
+            case, arguments, group = pipe.recv()
         except EOFError:
             return
         module, _, function = case.partition(":")
@@ -73,4 +87,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
             answer = (True, getattr(importlib.import_module(module), function)(manager, *arguments))
         except BaseException:  # noqa: BLE001 - told to the test
             answer = (False, traceback.format_exc())
+        if group != meeting:
+            meeting = group
+            join()
         pipe.send(answer)

@@ -38,6 +38,12 @@ def test_launchers_are_understood(environment, expected):
     assert (place.rank, place.world_size, place.local_rank, place.method, place.address) == expected
 
 
+def test_a_store_that_torchrun_keeps_is_known():
+    assert _find_place(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, 0).restarts
+    assert not _find_place(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0).restarts
+    assert not _find_place(TORCHRUN, 0).restarts
+
+
 def test_one_task_of_slurm_is_a_plain_process():
     assert _find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, 0) is None
 

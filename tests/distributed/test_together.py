@@ -75,6 +75,22 @@ def test_a_batch_that_cannot_be_read_ends_all_with_the_cause(ranks):
     assert after["error"] is None and again["error"] is None  # the group is still good
 
 
+@pytest.mark.parametrize(
+    ("stage", "rank"),
+    [("forward", 1), ("GRADIENTS_READY", 1), ("STEP_END", 0), ("EPOCH_END", 1)],
+)
+def test_an_exception_on_one_rank_ends_all_with_the_cause(ranks, stage, rank):
+    """B25: in the forward or in a hook; the others are waiting by then, and hear of it when the rank leaves."""
+    seen = ranks.call(f"{CASES}:broken", stage, rank, breaks=True)
+    own = "ValueError: a forward that fails" if stage == "forward" else "KeyError: 'a hook that fails'"
+    assert seen[rank]["error"] == own
+    assert seen[1 - rank]["error"].startswith("TrainingError: another rank ended the run")
+    assert f"rank {rank}: {own}" in seen[1 - rank]["error"]
+    assert seen[0]["plain"] and seen[1]["plain"]
+    first, second = ranks.call(f"{CASES}:stopped")  # the processes are still good
+    assert first["error"] is None and same(first, second)
+
+
 def test_reports_are_of_all_ranks(ranks, tmp_path):
     first, second = ranks.call(f"{CASES}:metrics", str(tmp_path))
     assert first["losses"] == second["losses"]
@@ -109,6 +125,22 @@ def test_two_ranks_resume(ranks, tmp_path):
     assert sorted(saved.manifest["files"]) == ["rank-00000.pt", "rank-00001.pt", "shared.pt"]
     assert saved.manifest["progress"]["samples"] == 4 * 5
     assert not list((tmp_path / "whole").glob(".*"))
+
+
+def test_random_streams_are_each_ranks_own_and_go_on_over_a_resume(ranks, tmp_path):
+    """B64, B36: noise and dropout differ between ranks, repeat with the seed, and go on where they were; the first weights are equal."""
+    results = ranks.call(f"{CASES}:random_streams", str(tmp_path))
+    for whole, again, rest in results:
+        assert whole["error"] is None and rest["error"] is None
+        for kind in ("own", "torch", "losses"):
+            assert again[kind] == whole[kind]
+            assert rest[kind] == whole[kind][5:]
+        assert same(whole, rest)
+    (first, _, _), (second, _, _) = results
+    for kind in ("own", "torch"):
+        assert not set(first[kind]) & set(second[kind])
+    assert all(torch.equal(a, b) for a, b in zip(first["at_start"], second["at_start"], strict=True))
+    assert same(first, second)
 
 
 def test_one_process_does_not_resume_what_two_ranks_saved_in_silence(ranks, tmp_path):

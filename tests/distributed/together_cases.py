@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nvalchemi.distributed import failures
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
 from nvalchemi.training.hooks import DDPHook, EarlyStopHook, GradientClipHook, MetricsHook, SpikeHook, StopOnSignalHook
 from tests.distributed.ddp_cases import own
@@ -213,6 +214,51 @@ def unreadable(manager):
     return run(manager, Unreadable(data) if manager.rank == 1 else data), run(manager, batches(2, manager.rank))
 
 
+class Broken(Hook):
+    """Rank 1 raises at a stage of its third step."""
+
+    def __init__(self, stage, rank) -> None:
+        self.stage, self.rank = stage, rank
+
+    def fail(self, ctx, stage) -> None:
+        if stage == self.stage and ctx.manager.rank == self.rank and ctx.progress.step >= 2:
+            raise KeyError("a hook that fails")
+
+    @on(TrainingStage.STEP_START)
+    def start(self, ctx) -> None:
+        self.fail(ctx, "STEP_START")
+
+    @on(TrainingStage.GRADIENTS_READY)
+    def gradients(self, ctx) -> None:
+        self.fail(ctx, "GRADIENTS_READY")
+
+    @on(TrainingStage.STEP_END)
+    def end(self, ctx) -> None:
+        self.fail(ctx, "STEP_END")
+
+    @on(TrainingStage.EPOCH_END)
+    def epoch(self, ctx) -> None:
+        self.fail(ctx, "EPOCH_END")
+
+
+def broken(manager, stage, rank):
+    """An exception on one rank alone: in a hook at a stage, or in the forward."""
+    calls, patience = 0, failures.GRACE
+    failures.GRACE = 0.3
+
+    def failing(model, batch):
+        nonlocal calls
+        calls += 1
+        if stage == "forward" and manager.rank == rank and calls == 3:
+            raise ValueError("a forward that fails")
+        return predict(model, batch)
+
+    try:
+        return run(manager, batches(4, manager.rank), Broken(stage, rank), training_fn=failing, num_epochs=3)
+    finally:
+        failures.GRACE = patience
+
+
 def metrics(manager, folder):
     from nvalchemi.training import Every
 
@@ -272,6 +318,48 @@ def resumed(manager, folder):
     part(2, "parts")
     rest = part(4, "parts", resume_from="latest")
     return whole, rest
+
+
+class Draws(Hook):
+    """What each rank draws at each step: from the run's generator (noise, times, starts of chains) and from torch's own stream."""
+
+    def __init__(self) -> None:
+        self.own, self.torch = [], []
+
+    @on(TrainingStage.STEP_START)
+    def draw(self, ctx) -> None:
+        self.own.append(float(torch.randn((), generator=ctx.generator)))
+        self.torch.append(float(torch.rand(())))
+
+
+def random_streams(manager, folder):
+    """Ten steps with dropout at once, and five, a kill and the rest; the script has seeded all ranks alike."""
+    from nvalchemi.training import Every
+    from nvalchemi.training.hooks import CheckpointHook
+
+    def part(where, *hooks, **settings):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        at_start = [p.detach().clone() for p in model.parameters()]
+        draws = Draws()
+        saver = CheckpointHook(f"{folder}/{where}", every=Every(steps=5))
+        seen = run(
+            manager, batches(4, manager.rank), draws, saver, *hooks, model=model, num_steps=10, num_epochs=None, **settings
+        )
+        return seen | {"own": draws.own, "torch": draws.torch, "at_start": at_start}
+
+    class Kill(Hook):
+        @on(TrainingStage.STEP_START)
+        def die(self, ctx) -> None:
+            if ctx.progress.step == 7:
+                raise KeyboardInterrupt
+
+    whole, again = part("whole"), part("again")
+    try:
+        part("broken", Kill())
+    except KeyboardInterrupt:
+        pass
+    return whole, again, part("broken", resume_from="latest")
 
 
 def unsaveable(manager, folder):

@@ -154,5 +154,5 @@ class DDPHook(Hook):
 
     def _restore(self) -> None:
         if self._replicas is not None:
-            self._replicas.restore()
+            self._replicas.close()
             self._replicas = None
