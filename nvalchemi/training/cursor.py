@@ -84,7 +84,7 @@ class Cursor:
     def num_samples(self) -> int | None:
         """Samples an epoch, all ranks together, or ``None`` where the sampler cannot tell."""
         division = division_of(self.loader)
-        return None if division is None else division.remaining
+        return None if division is None else division.remaining()
 
     def samples_used(self, batch: int) -> int | None:
         """The position in the epoch's order when each rank has had ``batch`` batches; ``None`` where the sampler cannot tell."""

@@ -29,8 +29,8 @@ class DivisionReport(Hook):
         division, length = ctx.cursor.division, ctx.cursor.num_batches
         if division is None or length is None:
             return
-        total, trained = division.remaining, division.used(length)
-        twice = division.dealt - trained
+        total, trained = division.remaining(), division.used(length)
+        twice = division.dealt() - trained
         ranks = division.division_facts().get("ranks", 1)
         if trained < total:
             logger.info(

@@ -12,8 +12,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset
 
 from nvalchemi.data.datapipes import DataLoader, InMemoryDataset, MultiDataset
+from nvalchemi.objective import LossOutput
 from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
+from nvalchemi.training.hook import Scope
 from nvalchemi.training.hooks import CheckpointHook, DDPHook, MetricsHook
+from nvalchemi.training.objectives import PredictionObjective
 
 
 def rows(start: int, stop: int) -> torch.Tensor:
@@ -57,6 +60,50 @@ class Look(Hook):
         self.noise += [float(torch.rand((), generator=ctx.generator)), float(torch.rand(()))]
 
 
+class Calls(Hook):
+    """State of a rank's own: steps that this rank has taken."""
+
+    scope = Scope.RANK_LOCAL
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @on(TrainingStage.STEP_END)
+    def count(self, ctx: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class OwnLoss(PredictionObjective):
+    """A loss with a state of each rank's own, as chains are: how often this rank has called it."""
+
+    rank_local = True
+    calls = 0
+
+    def __call__(self, model: Any, batch: Any, **settings: Any) -> LossOutput:
+        self.calls += 1
+        return super().__call__(model, batch, **settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def predict(model: Any, batch: Any) -> torch.Tensor:
+    return model((batch[0] if isinstance(batch, list) else batch)[:, :3]).squeeze(1)  # type: ignore[no-any-return]
+
+
+def squared(prediction: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (prediction - (batch[0] if isinstance(batch, list) else batch)[:, 0].sin()).square().mean()
+
+
 def train(
     manager: Any, folder: str, kind: str, size: int, steps: int, records: str | None = None, resume_from: str = "latest"
 ) -> Any:
@@ -67,17 +114,14 @@ def train(
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.1, -0.2, 0.3]]))
         model.bias.zero_()
-    look = Look()
-    hooks = [look, CheckpointHook(folder, Every(steps=1), keep_last=None), DDPHook()]
+    look, calls, loss = Look(), Calls(), OwnLoss(squared, predict)
+    hooks = [look, calls, CheckpointHook(folder, Every(steps=1), keep_last=None), DDPHook()]
     if records is not None:
         hooks.append(MetricsHook(records, Every(steps=4)))
     strategy = TrainingStrategy(
         models=model,
         optimizer_configs=OptimizerConfig(torch.optim.Adam, {"lr": 0.01}),
-        training_fn=lambda m, batch: m((batch[0] if isinstance(batch, list) else batch)[:, :3]).squeeze(1),
-        loss_fn=lambda prediction, batch: (
-            (prediction - (batch[0] if isinstance(batch, list) else batch)[:, 0].sin()).square().mean()
-        ),
+        loss_fn=loss,
         num_steps=steps,
         distributed_manager=manager,
         resume_from=resume_from,
@@ -88,6 +132,7 @@ def train(
         "seen": look.seen,
         "noise": look.noise,
         "starts": look.starts,
+        "calls": (calls.steps, loss.calls),
         "progress": ctx.progress.state_dict(),
         "weights": [p.detach() for p in model.parameters()],
     }

@@ -10,6 +10,7 @@ from tests.distributed import sharing_cases, validation_cases
 from tests.distributed.ddp_cases import structures
 from tests.distributed.standing import Ranks
 from tests.distributed.test_ddp import assert_same, one_process
+from tests.distributed.test_resplit import by_epoch
 
 ALONE = single_process("cpu")
 MOLECULES = structures([3, 9, 2, 5, 4, 7, 3, 6, 2, 8, 5, 1])
@@ -58,3 +59,20 @@ def test_gathered_predictions(group):
         assert got["n"] == count and count in (100, 10_000)
         assert torch.equal(got["energy"], torch.arange(count, dtype=torch.float64) + 0.25)
         assert got["energy_mae"] == 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_resume_of_what_two_ranks_saved(ranks, group, tmp_path):
+    """K02: 40 rows, batch 4, stop after 3 steps on 2 ranks; the rest and an ordinary epoch on 3 or 4, and back."""
+    size, several = group
+    case = "tests.distributed.resplit_cases:train"
+    steps = 3 + {3: 2, 4: 1}[size]  # that use up 16 rows
+    first = ranks.call(case, str(tmp_path / "a"), "one", 4, 3, limit=200)
+    rest = several.call(case, str(tmp_path / "b"), "one", 4, steps, None, str(tmp_path / "a"), limit=200)
+    rows = by_epoch(*first, *rest)
+    assert list(rows) == [0] and set(rows[0]) == set(range(40)) and len(rows[0]) == 40 + {3: 2, 4: 0}[size]
+    next_ = several.call(case, str(tmp_path / "b"), "one", 4, steps + 2, limit=200)
+    last = ranks.call(case, str(tmp_path / "c"), "one", 4, steps + 2 + {3: 2, 4: 1}[size], None, str(tmp_path / "b"), limit=200)
+    rows = by_epoch(*next_, *last)
+    assert list(rows) == [1] and sorted(rows[1]) == list(range(40))

@@ -45,6 +45,7 @@ def test_two_ranks_one_process_two_ranks_one_process(ranks: Any, tmp_path: Any, 
     rows = by_epoch(*parts)
     assert sorted(rows[0]) == sorted(rows[1]) == list(range(40)) and rows[0] != rows[1]
     assert last["progress"] == whole["progress"]
+    assert [run["calls"] for run in parts] == [(3, 3)] * 2 + [(4, 4), (6, 6), (3, 3), (10, 10)]  # a new rank begins afresh
     for weight, expected in zip(last["weights"], whole["weights"], strict=True):
         assert torch.allclose(weight, expected, rtol=1e-12, atol=1e-14)
     lines = [

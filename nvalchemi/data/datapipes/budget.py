@@ -177,12 +177,10 @@ class AtomBudgetBatchSampler:
         part.num_replicas, part.rank, part.undivided = num_replicas, rank, False
         return part
 
-    @property
     def remaining(self) -> int:
         """See `Divisible`."""
-        return self.order.remaining
+        return self.order.remaining()
 
-    @property
     def dealt(self) -> int:
         """See `Divisible`."""
         return int(self._epoch().ends[-1])
@@ -202,7 +200,7 @@ class AtomBudgetBatchSampler:
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples repeat others of the epoch: 0 or 1."""
-        beyond = max(self.dealt - self.remaining, 0)
+        beyond = max(self.dealt() - self.remaining(), 0)
         return int(self.rank >= self.num_replicas - beyond)
 
     def _epoch(self) -> _Made:

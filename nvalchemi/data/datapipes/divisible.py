@@ -16,11 +16,9 @@ class Divisible(Protocol):
     all ranks together from the start of the epoch's order.
     """
 
-    @property
     def remaining(self) -> int:
         """Samples that the ranks have together, repeats not counted: those of the epoch, or of what was left of it."""
 
-    @property
     def dealt(self) -> int:
         """The same with repeats counted, and without what is left out."""
 

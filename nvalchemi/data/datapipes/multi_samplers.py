@@ -152,13 +152,13 @@ class MultiDatasetSampler(_MixtureSampler):
         self.divide()
 
     def divide(self) -> None:
-        whole, rest = divmod(self.remaining, self.num_replicas)
+        whole, rest = divmod(self.remaining(), self.num_replicas)
         self.num_samples = whole + (1 if rest and not self.drop_last else 0)
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch: 0 or 1."""
-        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.remaining > 0)
+        return int((self.num_samples - 1) * self.num_replicas + self.rank >= self.remaining() > 0)
 
     def epoch_order(self) -> Order:
         draws, turns, total, stride, first = self.draws(), self.turns, self.total, self.num_replicas, self.start + self.rank
@@ -222,7 +222,7 @@ class _BatchPositions(_MixtureSampler):
         self.divide()
 
     def divide(self) -> None:
-        self.rounds, rest = divmod(self.remaining, self.num_replicas * self.batch_size)
+        self.rounds, rest = divmod(self.remaining(), self.num_replicas * self.batch_size)
         tail = 0 if self.drop_last else -(-rest // self.num_replicas)
         if isinstance(self.turns, FixedTurns):
             if self.start % self.batch_size:
@@ -238,11 +238,11 @@ class _BatchPositions(_MixtureSampler):
     def num_padded(self) -> int:
         """How many of this rank's last samples lie beyond the end of the epoch."""
         if isinstance(self.turns, FixedTurns):
-            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.remaining
+            beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.remaining()
             return self.batch_size if self.rounds and beyond else 0
         tail = self.num_samples - self.rounds * self.batch_size
         last = self.rounds * self.num_replicas * self.batch_size + (tail - 1) * self.num_replicas + self.rank
-        return int(tail > 0 and last >= self.remaining)
+        return int(tail > 0 and last >= self.remaining())
 
     def epoch_order(self) -> Order:
         draws, turns, size, stride, rank = self.draws(), self.turns, self.batch_size, self.num_replicas, self.rank

@@ -109,11 +109,9 @@ class _WholeSampler(IndexSampler):
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
     def remaining(self) -> int:
         return self.num_samples
 
-    @property
     def dealt(self) -> int:
         return self.num_samples
 
@@ -190,11 +188,9 @@ class DividedSampler(IndexSampler):
     def order_facts(self) -> Facts:
         """See `Divisible`."""
 
-    @property
     def remaining(self) -> int:
         return self.total - self.start
 
-    @property
     def dealt(self) -> int:
         return self.num_samples * self.num_replicas
 
@@ -253,14 +249,14 @@ class DistributedSampler(DividedSampler):
         self.divide()
 
     def divide(self) -> None:
-        whole, rest = divmod(self.remaining, self.num_replicas)
+        whole, rest = divmod(self.remaining(), self.num_replicas)
         self.num_samples = whole if self.drop_last or not rest else whole + 1
         self.total_size = self.num_samples * self.num_replicas
 
     @property
     def num_padded(self) -> int:
         """How many of this rank's last samples repeat ones that some rank has had in the same epoch: 0 or 1."""
-        return int(self.total_size - self.num_replicas + self.rank >= self.remaining > 0)
+        return int(self.total_size - self.num_replicas + self.rank >= self.remaining() > 0)
 
     def epoch_order(self) -> Order:
         length, stride, first = self.total, self.num_replicas, self.start + self.rank
@@ -306,15 +302,13 @@ class BatchSampler:
         """Pass ``epoch`` on to the sampler, where it takes one."""
         tell_epoch(self.sampler, epoch)
 
-    @property
     def remaining(self) -> int:
         """See `Divisible`."""
-        return self._order.remaining
+        return self._order.remaining()
 
-    @property
     def dealt(self) -> int:
         """See `Divisible`."""
-        dealt, own = self._order.dealt, len(self.sampler)  # type: ignore[arg-type]
+        dealt, own = self._order.dealt(), len(self.sampler)  # type: ignore[arg-type]
         return dealt - dealt // own * (own % self.batch_size) if self.drop_last and own else dealt
 
     def used(self, count: int) -> int:

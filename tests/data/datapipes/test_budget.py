@@ -118,7 +118,7 @@ def test_1024_ranks() -> None:
     one = AtomBudgetBatchSampler(of_sizes(*sizes), 100)
     parts = [list(one.divided(1024, rank)) for rank in range(0, 1024, 64)]
     assert len({len(part) for part in parts}) == 1
-    assert one.divided(1024, 0).dealt == 30_000
+    assert one.divided(1024, 0).dealt() == 30_000
 
 
 def test_edges_bound_too() -> None:

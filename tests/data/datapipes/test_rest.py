@@ -64,7 +64,7 @@ def test_a_shuffled_loader_of_several_may_still_be_divided_in_any_way() -> None:
     loader = DataLoader(several(), batch_size=4, shuffle=True, seed=3)
     assert isinstance(shard_loader(loader, 1, 2, DistributedSampler).sampler, DistributedSampler)
     mixture = shard_loader(loader, 1, 2, None, {"weights": [1, 1], "epoch_policy": "max_size", "seed": 1234}).batch_sampler
-    assert (type(mixture), mixture.seed, mixture.remaining) == (MultiDatasetBatchSampler, 1234, 54)
+    assert (type(mixture), mixture.seed, mixture.remaining()) == (MultiDatasetBatchSampler, 1234, 54)
     assert type(shard_loader(loader, 1, 2).batch_sampler) is MultiDatasetBatchSampler
     assert "ShuffledMixture" in repr(loader)
 

@@ -118,7 +118,7 @@ def test_a_chain_of_ranks_and_batch_sizes_uses_up_one_order(
     whole = SIZED[kind](1, 0, 1)
     whole.set_epoch(epoch)
     order = [index for batch in whole for index in batch]
-    assert len(order) == whole.remaining == whole.dealt
+    assert len(order) == whole.remaining() == whole.dealt()
     position = 0
     for n, size, steps in [*stages, (*last, 1000)]:
         samplers = ranks(n, size, position)
@@ -130,10 +130,10 @@ def test_a_chain_of_ranks_and_batch_sizes_uses_up_one_order(
         assert repeats >= 0 and (repeats == 0 or steps == len(parts[0]))
         assert Counter(order[position:after]) <= Counter(found)
         if steps == len(parts[0]):
-            assert len(found) == samplers[0].dealt
+            assert len(found) == samplers[0].dealt()
             assert repeats == sum(sampler.num_padded for sampler in samplers)
             assert drop_last or after == len(order)
-        assert samplers[0].remaining == len(order) - position
+        assert samplers[0].remaining() == len(order) - position
         position = after
 
 
@@ -144,7 +144,7 @@ def test_plain_samplers_and_twice() -> None:
         divided = DistributedSampler(40, 3, 1, shuffle=plain.shuffle, seed=3)
         assert plain.order_facts() == divided.order_facts()  # so that one process may go on where three were
         assert plain.division_facts() != divided.division_facts()
-        assert (plain.used(24), plain.remaining, plain.dealt) == (24, 40, 40)
+        assert (plain.used(24), plain.remaining(), plain.dealt()) == (24, 40, 40)
 
 
 def test_fixed_compositions_go_on_at_a_batch() -> None:
