@@ -76,7 +76,7 @@ class AdaptiveIntegrator(Integrator):
         for stop in times[1:]:
             while t != stop:
                 taken += 1
-                if taken > self.max_steps or t + h == t:
+                if taken > self.max_steps or t + h == t or not math.isfinite(h):
                     raise TrainingError(
                         f"{type(self).__name__} cannot go on at time {t:.6g}",
                         found=f"step size {h:.3g} after {taken - 1} steps",

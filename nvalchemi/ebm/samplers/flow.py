@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from nvalchemi.ebm.chains import DenseChains
 from nvalchemi.ebm.integrators import AdaptiveIntegrator, Integrator, check_stochastic, get_integrator
 from nvalchemi.ebm.interpolants import Interpolant, Prediction, get_interpolant
 from nvalchemi.ebm.record import Progress
@@ -192,6 +193,8 @@ class FlowSampler(Sampler):
 
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""
+        if not isinstance(run.chains, DenseChains):
+            raise ConfigError("a flow carries tensors", found=type(run.chains).__name__, needed="samples (batch, ...)")
         if not run.n_steps:
             return
         conditions, (start, stop) = run.options["conditions"], self.interval()

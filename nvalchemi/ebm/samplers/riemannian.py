@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.chains import Chains
+from nvalchemi.ebm.chains import Chains, DenseChains
 from nvalchemi.ebm.samplers.adaptation import AdaptiveSampler, DualAveraging, Way
 from nvalchemi.ebm.samplers.base import NOTHING, Run, check_start
 from nvalchemi.ebm.settings import Setting, Value, checked, spread, value
@@ -70,8 +70,10 @@ class RiemannianManifoldHMC(AdaptiveSampler):
     def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
         """See `AdaptiveSampler.ways`."""
         chains, x = run.chains, run.chains.start
-        if x.ndim != 2:
-            raise ConfigError("a metric is one of vectors", found=f"samples {tuple(x.shape)}", needed="(batch, dim)")
+        if x.ndim != 2 or not isinstance(chains, DenseChains):
+            raise ConfigError(
+                "a metric is one of vectors", found=f"{type(chains).__name__} {tuple(x.shape)}", needed="(batch, dim)"
+            )
         tolerance = torch.finfo(x.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
         check_start(chains.energy(self.energy, x), type(self).__name__)
         for step in range(run.n_steps):
