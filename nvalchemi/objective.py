@@ -183,7 +183,7 @@ class SupervisedLoss(ABC):
 class Terms(NamedTuple):
     """What a loss makes of a batch.
 
-    Parameters
+    Attributes
     ----------
     values
         By name, one number a sample, (batch,); the loss is the sum of their means.
