@@ -14,15 +14,16 @@ from nvalchemi.cli.config import load_config
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-ON_RANKS = [path for path in EXAMPLES if "torchrun" in path.read_text(encoding="utf-8")]
+ON_RANKS = [path for path in EXAMPLES if path.parent.name == "intermediate"]
 LAYOUT = "UserWarning: Grad strides do not match"  # torch, of a weight of one row, whose two layouts are the same numbers
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path):
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -48,7 +48,7 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize("autograd", [False, True], ids=["by hand", "autograd"])
 @pytest.mark.parametrize("name", SHARES)
 def test_gradients_are_those_of_one_process(ranks, name, autograd):
-    """B40: whatever the sizes of ranks and micro-batches."""
+    """B40, B35: whatever the sizes of ranks and micro-batches, and not larger by the number of ranks."""
     accumulate, shares = SHARES[name]
     wanted = one_process(accumulate, shares, autograd=autograd)
     for got in ranks.call(f"{CASES}:gradients", shares, autograd, accumulate, {}):
