@@ -28,43 +28,54 @@ class EMAHook(Hook):
     Parameters
     ----------
     decay
-        Between 0 and 1; about ``1 / (1 - decay)`` steps are averaged over.
+        Between 0 and 1; about ``1 / (1 - decay)`` steps are averaged over. A list of decays keeps one average for each.
     bias_corrected
         ``False`` starts from the initial weights, which fade away like ``decay**steps``. ``True`` gives them no weight at all: the
         average of the first steps is then nearly a plain mean (Kingma and Ba 2015, arXiv:1412.6980, section 3).
+    warmup
+        ``True`` uses ``min(decay, (1 + t) / (10 + t))`` for the update after ``t`` others, so that the initial weights fade away in the
+        first tens of steps whatever the decay: the rule of TensorFlow's ``tf.train.ExponentialMovingAverage(num_updates=t)``.
     models
         Names of the models to average; by default all that are trained.
     use_for_validation
         Whether validation runs with the averaged weights.
+    validation_decay
+        Of several decays the one to validate with, and what :meth:`weights` gives by default: the first unless said.
     name
-        Needed where there are several such hooks, with different decays.
+        Needed where there are several such hooks.
 
     Raises
     ------
     ConfigError
-        For a decay outside [0, 1), and at start for a model that does not exist.
+        For a decay outside [0, 1), decays given twice or not at all, ``warmup`` beside ``bias_corrected``, a ``validation_decay`` that is
+        not among the decays, and at start for a model that does not exist.
     """
 
     order = Order.OBSERVE
 
     def __init__(
         self,
-        decay: float = 0.999,
+        decay: float | Sequence[float] = 0.999,
         *,
         bias_corrected: bool = False,
+        warmup: bool = False,
         models: Sequence[str] | None = None,
         use_for_validation: bool = True,
+        validation_decay: float | None = None,
         name: str = "ema",
     ) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError("the decay of an average is out of range", found=repr(decay), needed="0 <= decay < 1")
-        self.decay, self.bias_corrected = float(decay), bias_corrected
+        self.decays = _checked_decays(decay)
+        self.decay = self.decays[0] if validation_decay is None else float(validation_decay)
+        if self.decay not in self.decays:
+            raise ConfigError("EMAHook keeps no average to validate with", found=validation_decay, needed=f"one of {self.decays}")
+        if bias_corrected and warmup:
+            raise ConfigError("bias_corrected and warmup are two cures of one trouble", fix="give one of them")
+        self.bias_corrected, self.warmup = bool(bias_corrected), bool(warmup)
         self.models, self.use_for_validation, self.name = models, use_for_validation, name
         self.count = 0
         self._models: dict[str, nn.Module] = {}
-        self._averages: dict[str, dict[str, Tensor]] = {}
         self._weights: list[Tensor] = []
-        self._shadow: list[Tensor] = []
+        self._averages: dict[float, _Average] = {}
         self._low: bool = False
 
     @on(TrainingStage.BUILT)
@@ -76,40 +87,40 @@ class EMAHook(Hook):
             raise ConfigError("EMAHook averages models that there are not", found=unknown, needed=f"some of {list(ctx.models)}")
         self.count = 0
         self._models = {name: ctx.models[name] for name in names}
-        self._averages, self._weights, self._shadow = {}, [], []
-        for name, model in self._models.items():
-            own: dict[str, Tensor] = {}
-            for key, parameter in model.named_parameters():
-                shadow = parameter.detach().to(_wide(parameter.dtype), copy=True)
-                own[plain_name(model, key)] = shadow
-                self._weights.append(parameter)
-                self._shadow.append(shadow)
-            self._averages[name] = own
-        self._low = any(w.dtype != s.dtype for w, s in zip(self._weights, self._shadow, strict=True))
+        self._weights = [parameter for model in self._models.values() for parameter in model.parameters()]
+        self._averages = {decay: _Average(self._models) for decay in self.decays}
+        self._low = any(w.dtype != _wide(w.dtype) for w in self._weights)
 
     @on(TrainingStage.TRAINING_START)
     @torch.no_grad()
     def follow(self, ctx: TrainContext) -> None:
         """An average that starts anew in a resumed run starts from the weights that were loaded."""
         if self.count == 0 and self._weights:
-            torch._foreach_copy_(self._shadow, self._weights)
+            for average in self._averages.values():
+                torch._foreach_copy_(average.shadow, self._weights)
 
     @property
     def effective_decay(self) -> float:
-        """The decay of the latest update: ``decay``, or less in the first steps of a bias-corrected average."""
-        if not self.bias_corrected or self.count == 0:
-            return self.decay
-        return 1.0 - (1.0 - self.decay) / (1.0 - self.decay**self.count)
+        """The decay of the latest update: ``decay``, or less in the first steps of an average that warms up or is bias-corrected."""
+        return self._effective(self.decay)
+
+    def _effective(self, decay: float) -> float:
+        if self.count == 0:
+            return decay
+        if self.warmup:
+            return min(decay, self.count / (self.count + 9))  # the latest update came after count - 1 others
+        return 1.0 - (1.0 - decay) / (1.0 - decay**self.count) if self.bias_corrected else decay
 
     @on(TrainingStage.OPTIMIZER_STEPPED)
     @torch.no_grad()
     def move(self, ctx: TrainContext) -> None:
-        """Move the average towards the new weights."""
+        """Move the averages towards the new weights."""
         self.count += 1
         weights = self._weights
         if self._low:
-            weights = [w.to(s.dtype) for w, s in zip(self._weights, self._shadow, strict=True)]
-        torch._foreach_lerp_(self._shadow, weights, 1.0 - self.effective_decay)
+            weights = [w.to(_wide(w.dtype)) for w in weights]
+        for decay, average in self._averages.items():
+            torch._foreach_lerp_(average.shadow, weights, 1.0 - self._effective(decay))
 
     @around(TrainingSpan.VALIDATION)
     def swap(self, ctx: TrainContext) -> Iterator[None]:
@@ -119,27 +130,29 @@ class EMAHook(Hook):
             return
         kept = [w.detach().clone() for w in self._weights]
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._shadow)
+            torch._foreach_copy_(self._weights, self._averages[self.decay].shadow)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, kept)
 
-    def weights(self, name: str | None = None) -> dict[str, Any]:
+    def weights(self, name: str | None = None, decay: float | None = None) -> dict[str, Any]:
         """A copy of a model's state dict with the averaged parameters in it, under the plain model's keys.
 
         Parameters
         ----------
         name
             Of the model; by default the only one that is averaged.
+        decay
+            Which average, where there are several; by default the one that is validated with.
         """
-        averaged = self._of(self._single() if name is None else name)
+        averaged = self._of(self._single() if name is None else name, self.decay if decay is None else decay)
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in averaged.items()}
 
-    def copy_to(self, model: nn.Module, name: str | None = None) -> None:
+    def copy_to(self, model: nn.Module, name: str | None = None, decay: float | None = None) -> None:
         """Load the averaged weights of model ``name`` into ``model``, a plain model of the same kind."""
-        model.load_state_dict(self.weights(name))
+        model.load_state_dict(self.weights(name, decay))
 
     def _single(self) -> str:
         if len(self._models) != 1:
@@ -150,10 +163,12 @@ class EMAHook(Hook):
             )
         return next(iter(self._models))
 
-    def _of(self, name: str) -> dict[str, Any]:
+    def _of(self, name: str, decay: float) -> dict[str, Any]:
+        if decay not in self.decays:
+            raise ConfigError("EMAHook keeps no average of this decay", found=decay, needed=f"one of {self.decays}")
         if name not in self._models:
             raise ConfigError("EMAHook does not average this model", found=name, needed=f"one of {list(self._models)}")
-        model, averages = self._models[name], self._averages[name]
+        model, averages = self._models[name], self._averages[decay].named[name]
         # Tied parameters have one average and several keys in the state dict.
         shadow_of = {id(p): averages[plain_name(model, key)] for key, p in model.named_parameters()}
         state: dict[str, Any] = {}
@@ -166,20 +181,66 @@ class EMAHook(Hook):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """The count and, for each model, a whole state dict with the averaged parameters in it: it loads into a plain model."""
-        return {"count": self.count, "models": {name: {**self._of(name), **self._averages[name]} for name in self._models}}
+        """The count and, for each model, a whole state dict with the averaged parameters in it: it loads into a plain model.
+
+        Where there are several decays these are of the one that is validated with (``decay``); the parameters of the others follow
+        (``others``), each under its decay.
+        """
+        own = self._averages[self.decay].named if self._averages else {}
+        state = {"count": self.count, "models": {name: {**self._of(name, self.decay), **own[name]} for name in self._models}}
+        if len(self.decays) == 1:
+            return state
+        others = {repr(decay): average.named for decay, average in self._averages.items() if decay != self.decay}
+        return state | {"decay": repr(self.decay), "others": others}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = state["models"]
-        for name, averages in self._averages.items():
+        several = {state["decay"]: state["models"], **state["others"]} if "decay" in state else {}
+        for decay, average in self._averages.items():
+            # A single average has no decay written: as every setting, it may be changed.
+            saved = state["models"] if not several and len(self.decays) == 1 else several.get(repr(decay))
+            if saved is None:
+                raise CheckpointError(
+                    f"there is no saved average of decay {decay}",
+                    found=", ".join(several) or "a single average",
+                    needed=", ".join(map(repr, self.decays)),
+                    fix=f"give the decays that were saved, or start all averages anew with fresh=['{self.name}']",
+                )
+            average.load(saved, self.name)
+        self.count = int(state["count"])
+
+
+class _Average:
+    """The average of one decay.
+
+    Attributes
+    ----------
+    shadow
+        The averaged tensors, in the order of the models' parameters.
+    named
+        The same by model and plain name.
+    """
+
+    def __init__(self, models: dict[str, nn.Module]) -> None:
+        self.named: dict[str, dict[str, Tensor]] = {}
+        self.shadow: list[Tensor] = []
+        for name, model in models.items():
+            self.named[name] = {
+                plain_name(model, key): parameter.detach().to(_wide(parameter.dtype), copy=True)
+                for key, parameter in model.named_parameters()
+            }
+            self.shadow += self.named[name].values()
+
+    def load(self, saved: dict[str, Any], hook: str) -> None:
+        """Take back saved tensors; those of buffers are left out."""
+        for name, averages in self.named.items():
             missing = sorted(set(averages) - set(saved.get(name, {})))
             if missing:
                 raise CheckpointError(
                     f"the saved average of model '{name}' lacks parameters",
                     found=", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else ""),
                     needed="the same model as the one that was saved",
-                    fix=f"make the model as it was, or start the average anew with fresh=['{self.name}']",
+                    fix=f"make the model as it was, or start the average anew with fresh=['{hook}']",
                 )
             for key, average in averages.items():
                 if saved[name][key].shape != average.shape:
@@ -189,7 +250,18 @@ class EMAHook(Hook):
                         needed=tuple(average.shape),
                     )
                 average.copy_(saved[name][key])
-        self.count = int(state["count"])
+
+
+def _checked_decays(decay: float | Sequence[float]) -> tuple[float, ...]:
+    given = list(decay) if isinstance(decay, (list, tuple)) else [decay]
+    numbers = [d for d in given if isinstance(d, (int, float)) and 0 <= d < 1]
+    if not given or len(numbers) != len(given):
+        raise ConfigError(
+            "the decay of an average is out of range", found=repr(decay), needed="0 <= decay < 1, or a list of such"
+        )
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError("a decay is given twice", found=repr(decay))
+    return tuple(float(d) for d in numbers)
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ CASES = {
     EMAHook: [
         lambda folder: [EMAHook(0.9)],
         lambda folder: [EMAHook(0.99, bias_corrected=True), EMAHook(0.5, use_for_validation=False, name="fast")],
+        lambda folder: [EMAHook([0.5, 0.99], warmup=True, validation_decay=0.99)],
     ],
     EarlyStopHook: [lambda folder: [EarlyStopHook(patience=100, min_delta=1e-6)]],
     GradientClipHook: [lambda folder: [GradientClipHook(0.1)]],

@@ -119,10 +119,14 @@ def test_b54_validation_uses_them():
         assert ctx.validation["loss"] == (alone.eval()(data[0][0]) - data[0][1]).square().mean().item()
 
 
-@pytest.mark.parametrize("bias_corrected", [False, True])
-def test_b52_count_shadow_and_decay_are_resumed(tmp_path, bias_corrected):
+WAYS = {"plain": {}, "bias_corrected": {"bias_corrected": True}, "warmup": {"warmup": True}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("decay", [0.95, [0.5, 0.95]], ids=["one", "several"])
+def test_b52_count_shadow_and_decay_are_resumed(tmp_path, decay, way):
     def run(steps, **kwargs):
-        hook = EMAHook(0.95, bias_corrected=bias_corrected)
+        hook = EMAHook(decay, **WAYS[way])
         torch.manual_seed(0)
         return strategy(network(), [hook], num_steps=steps, **kwargs).run(batches()), hook
 
@@ -133,8 +137,99 @@ def test_b52_count_shadow_and_decay_are_resumed(tmp_path, bias_corrected):
     _, resumed = run(20, resume_from=saved)
     assert whole.count == resumed.count == 20
     assert whole.effective_decay == resumed.effective_decay
-    for key, value in whole.weights().items():
-        assert torch.equal(value, resumed.weights()[key]), key
+    for kept in whole.decays:
+        for key, value in whole.weights(decay=kept).items():
+            assert torch.equal(value, resumed.weights(decay=kept)[key]), key
+
+
+def test_b52_the_warm_up_does_not_begin_again():
+    """The decay of update t + 1 is (1 + t) / (10 + t), up to the one asked for; the count is what a checkpoint keeps of it."""
+    hook, seen = EMAHook([0.5, 0.25], warmup=True), []
+
+    @on(TrainingStage.STEP_END)
+    def look(ctx):
+        seen.append(hook.effective_decay)
+
+    steps = 12
+    strategy(weight_row(0.0), [hook, look], optimizer_configs=SGD, loss_fn=linear, num_steps=steps).run(rows(*[(-1.0,)] * steps))
+    decays = [min(0.5, (1 + t) / (10 + t)) for t in range(steps)]
+    assert seen == decays and decays[:2] == [1 / 10, 2 / 11] and decays[-1] == 0.5
+    for decay in hook.decays:
+        average = 0.0
+        for t in range(steps):
+            average = by_hand(min(decay, (1 + t) / (10 + t)), [t + 1.0], start=average)
+        assert hook.weights(decay=decay)["weight"].item() == pytest.approx(average, rel=1e-6)
+
+
+def test_several_decays_in_one_hook(tmp_path):
+    seen, hook = [], EMAHook([0.9, 0.0, 0.5], validation_decay=0.5)
+
+    @around(TrainingSpan.VALIDATION)
+    def look(ctx):
+        seen.append(ctx.model.weight.item())
+        yield
+
+    config = ValidationConfig(validation_data=rows((1.0,)), every_n_steps=2)
+    ctx = strategy(
+        weight_row(0.0), [hook, look], optimizer_configs=SGD, loss_fn=linear, validation_config=config, num_steps=2
+    ).run(rows(*[(-1.0,)] * 2))
+    assert seen == [1.25] and ctx.model.weight.item() == 2.0
+    for decay in (0.9, 0.0, 0.5):
+        assert hook.weights(decay=decay)["weight"].item() == pytest.approx(by_hand(decay, [1.0, 2.0])), decay
+    alone = weight_row(0.0)
+    hook.copy_to(alone, decay=0.9)
+    assert alone.weight.item() == pytest.approx(by_hand(0.9, [1.0, 2.0]))
+    assert hook.weights()["weight"].item() == 1.25
+    with pytest.raises(ConfigError, match=r"no average of this decay.*0\.7"):
+        hook.weights(decay=0.7)
+
+
+def run_of(hook, **kwargs):
+    return strategy(weight_row(0.0), [hook], optimizer_configs=SGD, loss_fn=linear, num_steps=2, **kwargs).run(
+        rows(*[(-1.0,)] * 2)
+    )
+
+
+def test_saved_averages_go_by_their_decay(tmp_path):
+    """Another choice for validation exchanges no averages, and one of several can go on alone; one that was not kept is no zero."""
+    run_of(saved := EMAHook([0.9, 0.5]))
+    state = saved.state_dict()
+    run_of(turned := EMAHook([0.5, 0.9]))
+    turned.load_state_dict(state)
+    run_of(alone := EMAHook(0.5))
+    alone.load_state_dict(state)
+    for decay in (0.9, 0.5):
+        assert torch.equal(turned.weights(decay=decay)["weight"], saved.weights(decay=decay)["weight"])
+    assert torch.equal(alone.weights()["weight"], saved.weights(decay=0.5)["weight"])
+    run_of(more := EMAHook([0.9, 0.5, 0.25]))
+    with pytest.raises(CheckpointError, match=r"no saved average of decay 0\.25.*fresh=\['ema'\]"):
+        more.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"no saved average of decay 0\.5.*a single average"):
+        turned.load_state_dict(alone.state_dict())
+
+
+def test_a_single_average_is_saved_as_ever():
+    """Files of before several decays can be read, and by others of before them."""
+    run_of(hook := EMAHook(0.5))
+    assert hook.state_dict() == {"count": 2, "models": {"model": {"weight": torch.tensor([[1.25]])}}}
+    run_of(other := EMAHook(0.75))
+    other.load_state_dict({"count": 7, "models": {"model": {"weight": torch.tensor([[3.5]])}}})
+    assert other.count == 7 and other.weights()["weight"].item() == 3.5
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "average"])
+@pytest.mark.parametrize("decay", [0.5, [0.5, 0.9]], ids=["one", "several"])
+def test_b58_a_checkpoint_is_no_step_behind(tmp_path, first, decay):
+    """Whatever the order of the list, the file of step 3 has the average after 3 updates."""
+    hooks = [CheckpointHook(tmp_path, Every(steps=3)), EMAHook(decay)]
+    strategy(
+        weight_row(0.0), hooks if first == "checkpoint" else hooks[::-1], optimizer_configs=SGD, loss_fn=linear, num_steps=4
+    ).run(rows(*[(-1.0,)] * 4))
+    saved = torch.load(tmp_path / "step-00000003" / "shared.pt", weights_only=True)["hooks"]["ema"]
+    assert saved["count"] == 3
+    assert saved["models"]["model"]["weight"].item() == by_hand(0.5, [1.0, 2.0, 3.0])
+    if decay != 0.5:
+        assert saved["others"]["0.9"]["model"]["weight"].item() == pytest.approx(by_hand(0.9, [1.0, 2.0, 3.0]))
 
 
 def test_an_average_that_starts_anew_starts_from_the_weights_resumed(tmp_path):
@@ -275,10 +370,17 @@ def test_before_a_run_there_is_no_average():
         EMAHook(0.9).weights()
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.9", [], [0.9, 1.0], [0.5, 0.5]])
 def test_impossible_decays(decay):
     with pytest.raises(ConfigError, match="decay"):
         EMAHook(decay)
+
+
+def test_impossible_choices():
+    with pytest.raises(ConfigError, match=r"no average to validate with.*0\.9"):
+        EMAHook([0.5, 0.99], validation_decay=0.9)
+    with pytest.raises(ConfigError, match="bias_corrected and warmup"):
+        EMAHook(bias_corrected=True, warmup=True)
 
 
 def test_update_ema_in_a_loop_of_ones_own():
