@@ -35,6 +35,16 @@ def is_sharded_in_blocks(module: nn.Module) -> bool:
     return is_sharded(module) and any(_is_unit(m) for m in _below(module))
 
 
+def holds_shards(module: nn.Module) -> bool:
+    """Whether some parameters of ``module`` are shards now, or come and go with the units within."""
+    return is_sharded_in_blocks(module) or (is_sharded(module) and any(_is_dtensor(p) for p in module.parameters()))
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is at present one of `gathered` or `unsharded`."""
+    return _CALL in module.__dict__
+
+
 def follow_gradients(net: nn.Module) -> None:
     """Let calls of a sharded network with an input that requires a gradient be differentiable to any order, from now on.
 
@@ -120,7 +130,7 @@ def gathered(net: nn.Module) -> Iterator[None]:
     walk = _walk(net)
     with ExitStack() as stack:
         for module, unit in walk.direct:
-            stack.enter_context(_with_parameters(module, *_whole(module, unit, recurse=False)))
+            stack.enter_context(with_parameters(module, *_whole(module, unit, recurse=False)))
         for module, unit in walk.blocks:
             stack.enter_context(_called(module, partial(_call_block, module, unit)))
         stack.enter_context(_without_hooks(walk, net))
@@ -150,7 +160,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
                 names, places, shards = _sharded_parameters(holder, unit, recurse=False)
                 with torch.no_grad():
                     whole = [place.gather(shard) for place, shard in zip(places, shards, strict=True)]
-                stack.enter_context(_with_parameters(holder, names, whole))
+                stack.enter_context(with_parameters(holder, names, whole))
         for part, unit in walk.blocks:
             if _is_unit(part):
                 stack.enter_context(_called(part, partial(_call_through, part, unit)))
@@ -194,7 +204,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
         for i, tensor in zip(where, inputs, strict=True):
             values[i] = tensor
         given, named = pytree.tree_unflatten(values, spec)
-        with _with_parameters(module, names, parameters):
+        with with_parameters(module, names, parameters):
             result = type(module).forward(module, *given, **named)
         leaves, form = pytree.tree_flatten(result)
         places_of = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
@@ -256,7 +266,7 @@ def _whole(module: nn.Module, unit: Unit, recurse: bool) -> tuple[list[str], Seq
 
 
 @contextmanager
-def _with_parameters(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[None]:
+def with_parameters(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let tensors stand in the places of parameters."""
     before = []
     for name, tensor in zip(names, tensors, strict=True):

@@ -77,9 +77,9 @@ def gathered_call(
     block
         The function, called again in every backward.
     places, shards
-        Where each parameter lies, and this rank's part of it.
+        Where each parameter lies, and this rank's part of it; none where nothing is sharded.
     inputs
-        Tensors of any kind; gradients flow to those that require one.
+        Tensors of any kind, at least one where there are no places; gradients flow to those that require one.
 
     Returns
     -------
@@ -92,7 +92,8 @@ def gathered_call(
         Where a gradient with respect to *parameters* is to be differentiated again: only gradients of inputs can be.
     """
     with torch.profiler.record_function("nvalchemi::gathered_call"):
-        return GatheredCall.apply(Repeated(block, _device(places)), tuple(places), *shards, *inputs)
+        device = places[0].device if places else inputs[0].device
+        return GatheredCall.apply(Repeated(block, device), tuple(places), *shards, *inputs)
 
 
 class Repeated:
@@ -157,7 +158,9 @@ class GatheredCall(Function):
         shards, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         known = [i for i, g in enumerate(gradients) if g is not None]
         seeds = [g for g in gradients if g is not None]
-        of_inputs = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
+        of_inputs = [
+            i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i] and _is_wanted(ctx.next_functions[count + i][0])
+        ]
         of_parameters = [i for i in range(count) if ctx.needs_input_grad[2 + i] and _is_wanted(ctx.next_functions[i][0])]
         results: list[Tensor | None] = [None] * (count + len(inputs))
         if not known or not (of_inputs or of_parameters):
@@ -241,8 +244,7 @@ def _leaves(tensors: Sequence[Tensor], which: Sequence[int], keep: bool) -> list
 
 def _is_wanted(node: Any) -> bool:
     """Whether the running backward computes this node: ``autograd.grad(energy, x)`` asks for no gradient of parameters."""
-    return node is not None and torch._C._will_engine_execute_node(node)
-
-
-def _device(places: Sequence[Place]) -> torch.device:
-    return places[0].device
+    if node is None:
+        return False
+    # of leaves the engine does not tell
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)

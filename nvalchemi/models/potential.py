@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
 from nvalchemi.distributed.blocks import follow_gradients, is_sharded_in_blocks
+from nvalchemi.distributed.recompute import is_recomputed
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.derivatives import per_volume
 from nvalchemi.models.energy import EnergyModel, parameter_dtype
@@ -231,10 +232,10 @@ class InteratomicPotential(EnergyModel):
         """Energies (B,), their gradient with respect to the edges' vectors (E, 3), and the edges."""
         follows = graph and batch.positions.requires_grad
         follow_gradients(self.net)
-        # A derivative written by hand has one precision, and needs all weights at once: under autocast, and where blocks of the net
-        # are sharded each for itself, the net's own operations are differentiated.
+        # A derivative written by hand has one precision, and needs all weights and activations at once: under autocast, and where blocks
+        # of the net are sharded each for itself or computed again, the net's own operations are differentiated.
         by_hand = self._gives_gradient and not torch.is_autocast_enabled(batch.positions.device.type)
-        if by_hand and not follows and not is_sharded_in_blocks(self.net):
+        if by_hand and not follows and not is_sharded_in_blocks(self.net) and not (graph and is_recomputed(self.net)):
             with torch.set_grad_enabled(graph):
                 edges = self._edges(batch)
                 atomic, gradient = self.net(batch.atomic_numbers, edges.vectors, edges.pairs, gradient=True)

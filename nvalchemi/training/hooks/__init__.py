@@ -1,5 +1,6 @@
 """The hooks: one a file, each with its state and a test that it resumes."""
 
+from nvalchemi.training.hooks.activation_checkpoint import ActivationCheckpointHook
 from nvalchemi.training.hooks.checkpoint import CheckpointHook
 from nvalchemi.training.hooks.clip import GradientClipHook
 from nvalchemi.training.hooks.ddp import DDPHook
@@ -13,6 +14,7 @@ from nvalchemi.training.hooks.spike import SpikeHook
 from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 
 __all__ = [
+    "ActivationCheckpointHook",
     "CheckpointHook",
     "DDPHook",
     "EMAHook",

@@ -10,6 +10,7 @@ import torch
 from nvalchemi.testing import assert_resumes
 from nvalchemi.training import Every, Hook, OptimizerConfig, ValidationConfig, hooks
 from nvalchemi.training.hooks import (
+    ActivationCheckpointHook,
     CheckpointHook,
     DDPHook,
     EarlyStopHook,
@@ -35,6 +36,7 @@ CLOCKS = ("hooks.time_budget.elapsed",)
 
 #: hook -> the hook lists (of a folder) with which a run must resume bit for bit
 CASES = {
+    ActivationCheckpointHook: [lambda folder: [ActivationCheckpointHook(torch.nn.Linear)]],
     CheckpointHook: [lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)]],
     DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
     EMAHook: [
