@@ -9,7 +9,9 @@ from typing import Any
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.models import EnergyModel, build_model
-from nvalchemi.training import checkpoint, layout
+from nvalchemi.training import layout
+from nvalchemi.training.reading import at_path, read_shared
+from nvalchemi.training.shards import placed
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
         Where there is nothing whole to load.
     """
     saved = find(run, which)
-    shared = checkpoint.read_file(saved, layout.SHARED)
+    shared = read_shared(saved)
     states: dict[str, Any] = shared["models"]
     weights = "raw"
     if not raw and "ema" in shared["hooks"]:
@@ -61,7 +63,7 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
 
     model = in_precision(build_model(run.model_config()), run.config())
     try:
-        model.load_state_dict(states["model"])
+        model.load_state_dict(placed(states["model"]))
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the weights in {saved.path} do not fit the model in {run.model_file}", found=str(error)[:300]
@@ -72,11 +74,11 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
 def find(run: RunDir, which: str) -> layout.SavedCheckpoint:
     """The checkpoint that ``which`` means."""
     if which not in ("best", "last"):
-        return checkpoint.at_path(Path(which))
+        return at_path(Path(which))
     if not run.checkpoints.is_dir():
         raise ConfigError(f"{run.path} has no checkpoints yet", fix="wait for the first one, or train for longer")
     if which == "best":
         best = layout.best(run.checkpoints, run.config().checkpoint.metric)
         if best is not None:
             return best
-    return checkpoint.at_path(run.checkpoints)
+    return at_path(run.checkpoints)

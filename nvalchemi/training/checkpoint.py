@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,18 +10,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nvalchemi import __version__
-from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, position
-from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
+from nvalchemi.training.optimizer_state import load_named_state, named_state
+from nvalchemi.training.reading import find, read_own, read_shared, world_size
+from nvalchemi.training.saving import files_of, write
+from nvalchemi.training.shards import placed
 from nvalchemi.training.streams import begin_streams, load_streams, streams
 
 logger = logging.getLogger("nvalchemi")
@@ -39,20 +39,19 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
         Where a weight is not finite: a checkpoint of it would push out one that is of use.
     """
     check_weights(ctx.optimizers, ctx.progress.step)
-    shared, own = gather(ctx)
-    together(lambda: check_states(shared, own), ctx.manager)
+    files, facts = files_of(*gather(ctx), ctx.manager)
     manifest = {
         "library": __version__,
         "progress": ctx.progress.state_dict(),
         "metrics": ctx.validation,
         "world_size": ctx.manager.world_size,
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **facts,
     }
-    states = {layout.rank_file(ctx.manager.rank): own}
-    if ctx.manager.rank == 0:
-        states[layout.SHARED] = shared
     try:
-        return write(Path(directory), states, manifest, ctx.manager)
+        return write(Path(directory), files, manifest, ctx.manager)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
         raise CheckpointError(
             f"the checkpoint could not be written to {directory}",
@@ -61,27 +60,12 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
         ) from error
 
 
-def write(directory: Path, states: Mapping[str, Any], manifest: Mapping[str, Any], manager: Manager) -> Path:
-    """Write each rank's files into one checkpoint, which appears when all are on the disk; every rank returns after that."""
-    temporary = first_rank(lambda: layout.begin(directory), manager)
-
-    def files() -> dict[str, Any]:
-        return {name: layout.write_file(temporary / name, partial(torch.save, state)) for name, state in states.items()}
-
-    try:
-        entries = {name: entry for of_rank in together(files, manager) for name, entry in of_rank.items()}
-        return first_rank(lambda: layout.finish(temporary, manifest, entries), manager)
-    except BaseException:
-        layout.discard(temporary)
-        raise
-
-
 def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run's state by name: what all ranks share, and what is this rank's own."""
     hooks = {hook.name: (hook.scope, hook.state_dict()) for hook in ctx.hooks}
     shared = {
         "models": {name: model_state(ctx.models[name]) for name in ctx.trained},
-        "optimizers": {name: optimizer.state_dict() for name, optimizer in ctx.optimizers.items()},
+        "optimizers": {name: named_state(optimizer, ctx.model_of(name)) for name, optimizer in ctx.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in ctx.schedulers.items()},
         "update": ctx.update.state_dict(),
         "progress": ctx.progress.state_dict(),
@@ -106,8 +90,8 @@ def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[st
     """
     ranks, rank = world_size(saved), ctx.manager.rank
     if ranks == ctx.manager.world_size:
-        return read_file(saved, layout.rank_file(rank)), []
-    files = [read_file(saved, layout.rank_file(r)) for r in range(ranks)]
+        return read_own(saved, rank), []
+    files = [read_own(saved, r) for r in range(ranks)]
     hooks = {name: state for name, state in files[0]["hooks"].items() if name not in {hook.name for hook in ctx.hooks}}
     afresh = []
     for hook in ctx.hooks:
@@ -127,11 +111,6 @@ def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[st
     return {**there, "hooks": hooks}, afresh
 
 
-def world_size(saved: layout.SavedCheckpoint) -> int:
-    """The number of ranks of the run that was saved."""
-    return int(saved.manifest.get("world_size", 1))
-
-
 def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = ()) -> None:
     """Put the state of a checkpoint into a run that is set up.
 
@@ -148,11 +127,11 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     CheckpointError
         Where nothing whole is found, a file is damaged or unsafe, or the state does not fit the run.
     """
-    saved = find_together(ctx, source)
+    saved = find(source, ctx.hooks.checkpoint_dir, ctx.manager)
     if saved is None:
         logger.info("nothing to resume from yet: starting afresh")
         return
-    shared = read_file(saved, layout.SHARED)
+    shared = read_shared(saved)
     own, afresh = own_state(ctx, saved)
     states = {**shared["hooks"], **own["hooks"]}
     check_fit(ctx, shared, states, saved.path, [*fresh, *afresh])
@@ -161,19 +140,21 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     position.take_up(ctx, own.get("loader", {}), world_size(saved), saved.path)
     for name, state in shared["models"].items():
         _apply(f"model '{name}'", saved.path, lambda n=name, s=state: load_model_state(ctx.models[n], s))
-    for kind, targets in (("optimizers", ctx.optimizers), ("schedulers", ctx.schedulers)):
-        for name in shared[kind].keys() & targets.keys():
-            state = shared[kind][name]
-            _apply(f"{kind[:-1]} '{name}'", saved.path, lambda t=targets[name], s=state: t.load_state_dict(s))
-    ctx.update.load_state_dict(shared["update"])
-    # files written before losses had chains have no state of them
-    objective = own.get("objective", {}) if ctx.objective.rank_local else shared["objective"]
-    if objective is not None:
+    for name, state in shared["optimizers"].items():
+        load_optimizer = partial(load_named_state, ctx.optimizers[name], ctx.model_of(name), state)
+        _apply(f"optimizer '{name}'", saved.path, load_optimizer)
+    for name in shared["schedulers"].keys() & ctx.schedulers.keys():
+        state = placed(shared["schedulers"][name])
+        _apply(f"scheduler '{name}'", saved.path, lambda n=name, s=state: ctx.schedulers[n].load_state_dict(s))
+    ctx.update.load_state_dict(placed(shared["update"]))
+    if own["objective"] is not None:
+        objective = own["objective"] if ctx.objective.rank_local else placed(shared["objective"], ctx.objective.state_dict())
         _apply("the loss", saved.path, lambda: ctx.objective.load_state_dict(objective))
     ctx.validation = saved.manifest.get("metrics")
     for hook in ctx.hooks:
         if hook.name in states:
-            _apply(f"hook '{hook.name}'", saved.path, lambda h=hook: h.load_state_dict(states[h.name]))
+            state = placed(states[hook.name], hook.state_dict())
+            _apply(f"hook '{hook.name}'", saved.path, lambda h=hook, s=state: h.load_state_dict(s))
     if own["generators"] is None:
         begin_streams(ctx)
     else:
@@ -189,10 +170,10 @@ def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
     CheckpointError
         Where no tensor of a model has a counterpart of the same name and shape.
     """
-    saved = find_together(ctx, source)
+    saved = find(source, None, ctx.manager)
     if saved is None:
         raise CheckpointError("there is no checkpoint to take weights from", found=str(source))
-    for name, state in read_file(saved, layout.SHARED)["models"].items():
+    for name, state in read_shared(saved)["models"].items():
         if name not in ctx.models:
             logger.warning("%s: no model '%s' in this run, its weights are left out", saved.path, name)
             continue
@@ -205,54 +186,6 @@ def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
             "model '%s': %d of %d tensors from %s; kept as initialised: %s; left out: %s",
             name, len(fitting), len(target), saved.path, sorted(target.keys() - fitting.keys()), sorted(state.keys() - fitting.keys()),
         )  # fmt: skip
-
-
-def find_together(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
-    """The checkpoint that rank 0 finds: another rank's view of the folder may be older."""
-    if not ctx.manager.distributed:
-        return find(ctx, source)
-
-    def path() -> Path | None:
-        saved = find(ctx, source)
-        return None if saved is None else saved.path
-
-    found = first_rank(path, ctx.manager)
-    return None if found is None else layout.read(found)
-
-
-def find(ctx: TrainContext, source: str | PathLike[str]) -> layout.SavedCheckpoint | None:
-    """The checkpoint that ``source`` means; ``None`` only for ``"latest"`` where nothing was saved yet."""
-    if source == "latest":
-        directory = ctx.hooks.checkpoint_dir
-        return None if directory is None else layout.latest(directory)
-    return at_path(Path(source))
-
-
-def at_path(path: Path) -> layout.SavedCheckpoint:
-    """The checkpoint in folder ``path``, or the newest whole one of a folder of checkpoints."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist", fix="give the path of a checkpoint, or of the folder that holds them")
-    if (path / layout.MANIFEST).exists():
-        return layout.read(path)
-    saved = layout.latest(path)
-    if saved is None:
-        raise CheckpointError(
-            f"there is no whole checkpoint in {path}",
-            found=", ".join(sorted(p.name for p in path.iterdir())) or "an empty folder" if path.is_dir() else "a file",
-            fix='give the folder of a CheckpointHook, or resume_from="latest" to start afresh where there is nothing yet',
-        )
-    return saved
-
-
-def read_file(saved: layout.SavedCheckpoint, name: str) -> dict[str, Any]:
-    """One file of a checkpoint, read as tensors and plain data; anything else in it is refused."""
-    path = saved.verified(name)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no file of tensors and plain data, and nothing else is loaded", found=str(error).splitlines()[0][:200]
-        ) from None
 
 
 def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str, Any], path: Path, fresh: Sequence[str]) -> None:
@@ -306,33 +239,10 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Take back what :func:`model_state` gave, strictly."""
-    wrapped = {plain_name(model, key): key for key in model.state_dict()}
-    model.load_state_dict({wrapped.get(key, key): value for key, value in state.items()})
-
-
-def check_states(*states: Mapping[str, Any]) -> None:
-    """As `check_plain`, of several states."""
-    for state in states:
-        check_plain(state, "")
-
-
-def check_plain(value: Any, where: str) -> None:
-    """A state is tensors and plain data, or it could not be loaded without running code."""
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor):
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if type(key) not in (str, int):
-                raise CheckpointError(f"the state {where or 'of the run'} has a key that is no string", found=repr(key))
-            check_plain(item, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            check_plain(item, f"{where}[{i}]")
-    else:
-        raise CheckpointError(
-            f"the state {where} is no plain data", found=type(value).__name__, needed="tensors, numbers, strings, lists and dicts"
-        )
+    """Take back what :func:`model_state` gave, or :func:`nvalchemi.training.reading.read_shared` read of it, strictly."""
+    now = model.state_dict()
+    wrapped = {plain_name(model, key): key for key in now}
+    model.load_state_dict({(own := wrapped.get(key, key)): placed(value, now.get(own)) for key, value in state.items()})
 
 
 def _apply(what: str, path: Path, action: Any) -> None:

@@ -84,8 +84,7 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take back what :meth:`state_dict` gave."""
         for f in fields(self):
-            # The first version of checkpoints knew no divided epochs.
-            setattr(self, f.name, int(state.get(f.name, 0) if f.name == "divided_at" else state[f.name]))
+            setattr(self, f.name, int(state[f.name]))
 
 
 @dataclass(slots=True, eq=False)
@@ -181,6 +180,10 @@ class TrainContext:
     def model(self) -> nn.Module:
         """The main model."""
         return self.models[self.main]
+
+    def model_of(self, optimizer: str) -> nn.Module:
+        """The model whose parameters an optimizer changes."""
+        return next(self.models[model] for model, optimizers in self.trained.items() if optimizer in optimizers)
 
     @property
     def callee(self) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nvalchemi.distributed.tensors import all_finite
 from nvalchemi.errors import TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
@@ -79,9 +80,7 @@ class FiniteHook(Hook):
 def check_weights(optimizers: Mapping[str, torch.optim.Optimizer], step: int) -> None:
     """TrainingError where a weight that is trained is not finite: a gradient was not, though the loss was."""
     for name, optimizer in optimizers.items():
-        weights: Iterable[Any] = (p for group in optimizer.param_groups for p in group["params"])
-        finite = [p.detach().isfinite().all() for p in weights]
-        if finite and not bool(torch.stack(finite).all()):
+        if not all_finite(p.detach() for group in optimizer.param_groups for p in group["params"]):
             raise TrainingError(
                 f"the weights of optimizer '{name}' are not finite after step {step}", needed="finite gradients", fix=FIX
             )

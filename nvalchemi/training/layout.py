@@ -1,7 +1,8 @@
 """The folder of checkpoints: names, the manifest, atomic appearance, the latest, retention.
 
 ``DIR/step-00001000/`` holds ``shared.pt`` (what all ranks agree on), ``rank-00000.pt`` (what is one rank's own) and
-``manifest.json``, written last: format version, progress, metrics, and size and SHA-256 of every file. A checkpoint is
+``manifest.json``, written last: format version, progress, metrics, and size and SHA-256 of every file. With several ranks the tensors
+of the shared state are in ``shared-00000.safetensors``, one file a rank, and ``index.json`` says where each of them is. A checkpoint is
 written in a hidden folder and becomes visible by one rename after everything is on disk, so a visible one is whole unless
 it was damaged later.
 """
@@ -14,16 +15,17 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nvalchemi.errors import CheckpointError
 
 FORMAT = "nvalchemi-checkpoint"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 SHARED = "shared.pt"
+INDEX = "index.json"
 
 logger = logging.getLogger("nvalchemi")
 
@@ -33,12 +35,18 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def shard_file(rank: int) -> str:
+    """Name of the file of the shared state's tensors that one rank writes."""
+    return f"shared-{rank:05d}.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A whole checkpoint on disk: its folder and its manifest."""
+    """A whole checkpoint on disk: its folder and its manifest, and which of its files were already found to be as written."""
 
     path: Path
     manifest: Mapping[str, Any]
+    checked: set[str] = field(default_factory=set, compare=False)
 
     @property
     def serial(self) -> int:
@@ -65,8 +73,10 @@ class SavedCheckpoint:
         """
         path = self.path / name
         entry = self.manifest["files"].get(name)
-        if entry is None or not path.is_file():
+        if entry is None or Path(name).name != name or not path.is_file():
             raise CheckpointError(f"{path} is missing", fix="use another checkpoint of the folder")
+        if name in self.checked:
+            return path
         if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
             raise CheckpointError(
                 f"{path} is damaged: its size or checksum is not as written",
@@ -74,6 +84,7 @@ class SavedCheckpoint:
                 needed=f"{entry['bytes']} bytes with SHA-256 {entry['sha256'][:12]}...",
                 fix="use another checkpoint of the folder",
             )
+        self.checked.add(name)
         return path
 
     def verify(self) -> None:
@@ -144,11 +155,11 @@ def begin(directory: Path) -> Path:
     return temporary
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
-    """Write one file of a checkpoint to the disk; returns its size and checksum."""
-    write(path)
+def write_file(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
+    """Write one file of a checkpoint to the disk; returns its size and checksum: the dict that ``write`` gives, or as read again."""
+    entry = write(path)
     _sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)} if not isinstance(entry, dict) else entry
 
 
 def finish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> Path:

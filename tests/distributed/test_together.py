@@ -122,7 +122,13 @@ def test_two_ranks_resume(ranks, tmp_path):
     assert rest["noise"] == whole["noise"][2:] and rest_too["noise"] == whole_too["noise"][2:]
     assert whole["noise"] != whole_too["noise"]  # B36: each rank has its own stream
     saved = layout.latest(tmp_path / "whole")
-    assert sorted(saved.manifest["files"]) == ["rank-00000.pt", "rank-00001.pt", "shared.pt"]
+    assert sorted(saved.manifest["files"]) == [
+        "index.json",
+        "rank-00000.pt",
+        "rank-00001.pt",
+        "shared-00000.safetensors",
+        "shared.pt",
+    ]
     assert saved.manifest["progress"]["samples"] == 4 * 5
     assert not list((tmp_path / "whole").glob(".*"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nvalchemi.errors import CheckpointError, ConfigError
-from nvalchemi.training import ValidationConfig, checkpoint, layout
+from nvalchemi.training import ValidationConfig, layout, reading
 from nvalchemi.training.hooks import CheckpointHook
 from tests.training.hooks.runs import batches, network, strategy
 
@@ -38,7 +38,7 @@ def test_b112_no_file_of_a_checkpoint_can_run_code(tmp_path, name, listed):
         (whole.path / layout.MANIFEST).write_text(json.dumps(manifest))
     words = rf"{name} is no file of tensors and plain data" if listed else rf"{name} is damaged"
     with pytest.raises(CheckpointError, match=words):
-        checkpoint.read_file(layout.read(whole.path), name)
+        reading.read_file(layout.read(whole.path), name)
     with pytest.raises(CheckpointError, match=words):
         strategy(network(), num_steps=8, resume_from=whole.path).run(batches())
     with pytest.raises((CheckpointError, ConfigError)):

@@ -1,11 +1,13 @@
 import json
+from functools import partial
 
 import pytest
+import torch
 
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
-from nvalchemi.training.checkpoint import write
+from nvalchemi.training.saving import write
 
 
 def save(directory, step, metrics=None, text="state"):
@@ -28,7 +30,7 @@ class Killed:
 
 def test_b62_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, {layout.SHARED: Killed(tmp_path)}, {"progress": {"step": 1}}, single_process("cpu"))
+        write(tmp_path, {layout.SHARED: partial(torch.save, Killed(tmp_path))}, {"progress": {"step": 1}}, single_process("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 

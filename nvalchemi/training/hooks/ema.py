@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.distributed.tensors import is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.names import plain_name
@@ -97,7 +98,7 @@ class EMAHook(Hook):
         """An average that starts anew in a resumed run starts from the weights that were loaded."""
         if self.count == 0 and self._weights:
             for average in self._averages.values():
-                torch._foreach_copy_(average.shadow, self._weights)
+                torch._foreach_copy_(average.shadow, self._own())
 
     @property
     def effective_decay(self) -> float:
@@ -116,7 +117,7 @@ class EMAHook(Hook):
     def move(self, ctx: TrainContext) -> None:
         """Move the averages towards the new weights."""
         self.count += 1
-        weights = self._weights
+        weights = self._own()
         if self._low:
             weights = [w.to(_wide(w.dtype)) for w in weights]
         for decay, average in self._averages.items():
@@ -128,14 +129,19 @@ class EMAHook(Hook):
         if not self.use_for_validation:
             yield
             return
-        kept = [w.detach().clone() for w in self._weights]
+        weights = self._own()
+        kept = [w.detach().clone() for w in weights]
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._averages[self.decay].shadow)
+            torch._foreach_copy_(weights, self._averages[self.decay].shadow)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, kept)
+                torch._foreach_copy_(weights, kept)
+
+    def _own(self) -> list[Tensor]:
+        """The weights, of sharded ones this rank's part: averages need no other rank."""
+        return [local(w) for w in self._weights]
 
     def weights(self, name: str | None = None, decay: float | None = None) -> dict[str, Any]:
         """A copy of a model's state dict with the averaged parameters in it, under the plain model's keys.
@@ -216,9 +222,9 @@ class _Average:
     Attributes
     ----------
     shadow
-        The averaged tensors, in the order of the models' parameters.
+        The averaged tensors, in the order of the models' parameters; of sharded ones this rank's part.
     named
-        The same by model and plain name.
+        The same by model and plain name, sharded like the parameters.
     """
 
     def __init__(self, models: dict[str, nn.Module]) -> None:
@@ -229,7 +235,7 @@ class _Average:
                 plain_name(model, key): parameter.detach().to(_wide(parameter.dtype), copy=True)
                 for key, parameter in model.named_parameters()
             }
-            self.shadow += self.named[name].values()
+            self.shadow += map(local, self.named[name].values())
 
     def load(self, saved: dict[str, Any], hook: str) -> None:
         """Take back saved tensors; those of buffers are left out."""
@@ -271,7 +277,7 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
     Parameters
     ----------
     ema_model
-        A copy of the model (``copy.deepcopy(model)``), sharded like it if it is sharded.
+        A copy of the model (``copy.deepcopy(model)`` before sharding), sharded like it if it is sharded.
     model
         The model that was trained.
     decay
@@ -280,7 +286,7 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
     Raises
     ------
     ConfigError
-        Where the two models differ in parameters or buffers.
+        Where the two models differ in parameters or buffers, or are not sharded alike.
     """
     if not 0 <= decay <= 1:
         raise ConfigError("the decay of an average is out of range", found=repr(decay), needed="0 <= decay <= 1")
@@ -289,8 +295,15 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
     if averages.keys() != weights.keys() or kept.keys() != buffers.keys():
         other = sorted((averages.keys() ^ weights.keys()) | (kept.keys() ^ buffers.keys()))
         raise ConfigError("the two models differ", found=", ".join(other[:5]), fix="make the average with copy.deepcopy(model)")
-    if averages:
-        torch._foreach_lerp_(list(averages.values()), [weights[key] for key in averages], 1.0 - decay)
+    for key, average in averages.items():
+        if is_sharded_tensor(average) != is_sharded_tensor(weights[key]) or local(average).shape != local(weights[key]).shape:
+            raise ConfigError(
+                "the two models are not sharded alike",
+                found=f"'{key}': {tuple(local(average).shape)} and {tuple(local(weights[key]).shape)} on this rank",
+                fix="shard the average as the model is, in the same parts; and call it outside unsharded(...)",
+            )
+    if averages:  # parts of a rank are averaged there: no collective
+        torch._foreach_lerp_([local(a) for a in averages.values()], [local(weights[key]) for key in averages], 1.0 - decay)
     for key, buffer in kept.items():
         buffer.copy_(buffers[key])
 

@@ -1,0 +1,93 @@
+"""A state on its way to the disk: what of it goes into which file, and all files into one checkpoint that appears when it is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvalchemi.distributed import Manager
+from nvalchemi.errors import CheckpointError
+from nvalchemi.training import layout
+from nvalchemi.training.agreement import first_rank, together
+from nvalchemi.training.shards import divide, needs_division
+from nvalchemi.training.tensor_file import write_tensors
+
+Writer = Callable[[Path], Any]
+"""Writes a file of a checkpoint; gives a dict of its size and checksum where it knows them."""
+
+
+def files_of(shared: dict[str, Any], own: dict[str, Any], manager: Manager) -> tuple[dict[str, Writer], dict[str, Any]]:
+    """The files that this rank writes, by name, and what the manifest says of them; all ranks must call.
+
+    One process writes a state as it is. Otherwise its tensors go into a file a rank, each tensor or part of one once.
+
+    Raises
+    ------
+    CheckpointError
+        Where a state holds something that is no plain data.
+    """
+    together(lambda: check_states(shared, own), manager)
+    files: dict[str, Writer] = {layout.rank_file(manager.rank): partial(torch.save, own)}
+    if not needs_division(shared, manager):
+        return files | {layout.SHARED: partial(torch.save, shared)}, {}
+    division = divide(shared, manager, layout.shard_file)
+    if division.entries:
+        files[layout.shard_file(manager.rank)] = partial(write_tensors, entries=division.entries)
+    if manager.rank == 0:
+        files[layout.SHARED] = partial(torch.save, division.plain)
+        files[layout.INDEX] = partial(_write_json, division.index)
+    return files, {"meshes": division.meshes}
+
+
+def write(directory: Path, files: Mapping[str, Writer], manifest: Mapping[str, Any], manager: Manager) -> Path:
+    """Write each rank's files into one checkpoint, which appears when all are on the disk; every rank returns after that."""
+    temporary = first_rank(lambda: layout.begin(directory), manager)
+
+    def write_own() -> dict[str, Any]:
+        if not temporary.is_dir():
+            raise CheckpointError(
+                f"rank {manager.rank} does not see the folder {temporary}, which rank 0 has made",
+                needed="a folder for checkpoints that all ranks see",
+            )
+        return {name: layout.write_file(temporary / name, writer) for name, writer in files.items()}
+
+    try:
+        entries = {name: entry for of_rank in together(write_own, manager) for name, entry in of_rank.items()}
+        return first_rank(lambda: layout.finish(temporary, manifest, entries), manager)
+    except BaseException:
+        layout.discard(temporary)
+        raise
+
+
+def _write_json(value: Any, path: Path) -> None:
+    path.write_text(json.dumps(value, separators=(",", ":")))
+
+
+def check_states(*states: Mapping[str, Any]) -> None:
+    """As `check_plain`, of several states."""
+    for state in states:
+        check_plain(state, "")
+
+
+def check_plain(value: Any, where: str) -> None:
+    """A state is tensors and plain data, or it could not be loaded without running code."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise CheckpointError(f"the state {where or 'of the run'} has a key that is no string", found=repr(key))
+            check_plain(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            check_plain(item, f"{where}[{i}]")
+    else:
+        raise CheckpointError(
+            f"the state {where} is no plain data", found=type(value).__name__, needed="tensors, numbers, strings, lists and dicts"
+        )

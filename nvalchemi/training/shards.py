@@ -1,0 +1,265 @@
+"""A state whose tensors lie in files of several ranks: each writes what it has, and what all have is written once.
+
+Who writes what is planned by ``torch.distributed.checkpoint``; its files are not used, because they hold pickles. A tensor is found again
+by an index: its path in the state, and the blocks of it with the files that hold them. It is read by blocks, so that each rank of a run
+that goes on reads its own part, whatever the number of ranks and the division were and are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvalchemi.distributed import Manager, broadcast
+from nvalchemi.distributed.parts import Part, mesh_of, part_here, sharded_like
+from nvalchemi.distributed.tensors import is_sharded_tensor, local
+from nvalchemi.errors import CheckpointError
+from nvalchemi.training.agreement import together
+from nvalchemi.training.tensor_file import DTYPES, Entry, TensorFile
+
+Way = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A state, divided into the files of a checkpoint.
+
+    Attributes
+    ----------
+    plain
+        The state with ``None`` in place of each tensor.
+    index
+        Where each tensor is; plain data, the same on all ranks.
+    entries
+        What this rank writes.
+    meshes
+        Over which meshes of ranks tensors are sharded, as plain data.
+    """
+
+    plain: Any
+    index: list[dict[str, Any]]
+    entries: list[Entry]
+    meshes: list[dict[str, Any]]
+
+
+def needs_division(state: Any, manager: Manager) -> bool:
+    """Whether a state has to be written by several ranks, or holds tensors that are sharded."""
+    return manager.distributed or any(is_sharded_tensor(tensor) for _, tensor in tensors_of(state))
+
+
+def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Division:
+    """Plan who writes which part of ``state``; all ranks must call.
+
+    Parameters
+    ----------
+    state
+        Nested dicts and lists of tensors and plain data, of the same structure on all ranks. Of a tensor that is not sharded, rank 0's
+        counts.
+    file_of
+        The name of a rank's file.
+
+    Raises
+    ------
+    CheckpointError
+        Where the ranks' parts do not make up a tensor.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner  # slow to import
+
+    tensors = {json.dumps(path): tensor for path, tensor in tensors_of(state)}
+    same = broadcast(_shared(tensors), manager)
+    # Rank 0's of what all have: running means differ between ranks until the next forward sends rank 0's to all.
+    planner: Any = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+
+    def own_plan() -> tuple[list[str], Any]:
+        for tensor in tensors.values():
+            part_here(tensor)  # refuses a sum that was not carried out
+        planner.set_up_planner({key: t for key, t in tensors.items() if key not in same}, None, manager.rank == 0)
+        return list(tensors), planner.create_local_plan()
+
+    names, own_plans = zip(*together(own_plan, manager), strict=True)
+    other = sorted({key for keys in names for key in keys if any(key not in of_rank for of_rank in names)})
+    if other:
+        raise CheckpointError(
+            "the state that ranks share differs from rank to rank", found=f"only on some: {', '.join(other[:5])}"
+        )
+    try:
+        plans, _ = planner.create_global_plan(list(own_plans))
+    except ValueError as error:
+        raise CheckpointError("the ranks' parts do not make up the state", found=str(error)[:300]) from None
+    blocks: dict[str, list[list[Any]]] = {}
+    entries = []
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key, chunk = item.index.fqn, item.tensor_data.chunk
+            part = Part(tuple(chunk.offsets), tuple(chunk.sizes))
+            if math.prod(part.sizes) == 0 and math.prod(item.tensor_data.size) > 0:
+                continue
+            name = key if not any(part.starts) else f"{key}@{','.join(map(str, part.starts))}"
+            blocks.setdefault(key, []).append([file_of(rank), name, list(part.starts), list(part.sizes)])
+            if rank == manager.rank:
+                here = local(tensors[key]).detach()
+                entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
+    index = [
+        {"path": json.loads(key), "dtype": _code(tensor), "shape": list(tensor.shape), "blocks": blocks[same.get(key, key)]}
+        for key, tensor in tensors.items()
+    ]
+    meshes = [mesh for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None]
+    return Division(without_tensors(state), index, entries, [m for i, m in enumerate(meshes) if m not in meshes[:i]])
+
+
+class SavedTensor:
+    """A tensor in the files of a checkpoint, of which any block can be read.
+
+    Parameters
+    ----------
+    dtype, shape
+        Of the whole tensor.
+    blocks
+        Its blocks: the file and the name in it, and the place in the whole.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], blocks: list[tuple[TensorFile, str, Part]]) -> None:
+        self.dtype, self.shape, self.blocks = dtype, torch.Size(shape), blocks
+
+    def read(self, part: Part | None = None) -> Tensor:
+        """A block of it, by default all of it, in new memory.
+
+        Raises
+        ------
+        CheckpointError
+            Where the files do not hold all of it.
+        """
+        wanted = part or Part((0,) * len(self.shape), tuple(self.shape))
+        result = torch.empty(wanted.sizes, dtype=self.dtype)
+        filled = 0
+        for file, name, there in self.blocks:
+            common = wanted.common(there)
+            count = math.prod(common.sizes)
+            if count:
+                result[common.within(wanted)] = file.read(name)[common.within(there)]
+                filled += count
+        if filled != result.numel():
+            raise CheckpointError("a saved tensor has gaps", found=f"{filled} of {result.numel()} numbers")
+        return result
+
+
+def joined(plain: Any, index: Any, open_file: Callable[[str], TensorFile]) -> Any:
+    """The state with a :class:`SavedTensor` at the place of each tensor.
+
+    Parameters
+    ----------
+    plain, index
+        As :class:`Division` has them.
+    open_file
+        Gives the file of a name.
+
+    Raises
+    ------
+    CheckpointError
+        For an index that does not fit the state or the files.
+    """
+    files: dict[str, TensorFile] = {}
+    try:
+        for entry in index:
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            blocks = []
+            for file_name, name, starts, sizes in entry["blocks"]:
+                if file_name not in files:
+                    files[file_name] = open_file(file_name)
+                file = files[file_name]
+                if file.kind(name) != (dtype, tuple(sizes)) or not len(starts) == len(sizes) == len(shape):
+                    raise ValueError(f"'{name}' in {file.path} is no block of {list(shape)} and {dtype}")
+                blocks.append((file, name, Part(tuple(starts), tuple(sizes))))
+            if sum(math.prod(part.sizes) for _, _, part in blocks) != math.prod(shape):
+                raise ValueError(f"the blocks at {entry['path']} do not make up {list(shape)}")
+            *way, last = entry["path"]
+            holder = plain
+            for key in way:
+                holder = holder[key]
+            if holder[last] is not None:
+                raise ValueError(f"something else is at {entry['path']}")
+            holder[last] = SavedTensor(dtype, shape, blocks)
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise CheckpointError("the index of the tensors does not fit the checkpoint", found=f"{error}"[:300]) from None
+    return plain
+
+
+def placed(saved: Any, like: Any = None) -> Any:
+    """A saved state in memory, each tensor sharded as its counterpart in ``like``, or whole where there is none.
+
+    Parameters
+    ----------
+    saved
+        Nested dicts and lists of tensors, :class:`SavedTensor` and plain data.
+    like
+        A state of the same structure, as far as it has one.
+    """
+    if isinstance(saved, Mapping):
+        other = like if isinstance(like, Mapping) else {}
+        return {key: placed(value, other.get(key)) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        others = like if isinstance(like, (list, tuple)) and len(like) == len(saved) else [None] * len(saved)
+        return type(saved)(placed(value, other) for value, other in zip(saved, others, strict=True))
+    if not isinstance(saved, (Tensor, SavedTensor)):
+        return saved
+    if is_sharded_tensor(like) and tuple(like.shape) == tuple(saved.shape):
+        return sharded_like(like, block(saved, part_here(like)))
+    return saved.read() if isinstance(saved, SavedTensor) else saved.clone()  # it may be mapped from a file that will be deleted
+
+
+def block(saved: Tensor | SavedTensor, part: Part) -> Tensor:
+    """A block of a saved tensor, in new memory."""
+    if isinstance(saved, SavedTensor):
+        return saved.read(part)
+    return saved[tuple(slice(start, start + size) for start, size in zip(*part, strict=True))].clone()
+
+
+def tensors_of(state: Any, path: Way = ()) -> Iterator[tuple[Way, Tensor]]:
+    """Each tensor of a state with its path."""
+    if isinstance(state, Tensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from tensors_of(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for i, value in enumerate(state):
+            yield from tensors_of(value, (*path, i))
+
+
+def without_tensors(state: Any) -> Any:
+    """The state with ``None`` in place of each tensor; a tuple that holds one becomes a list."""
+    if isinstance(state, Tensor):
+        return None
+    if isinstance(state, Mapping):
+        return {key: without_tensors(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [without_tensors(value) for value in state]
+    if isinstance(state, tuple):
+        return [without_tensors(value) for value in state] if any(tensors_of(state)) else state
+    return state
+
+
+def _shared(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of tensors that are the same memory under several names, as tied weights are: which other name each goes by."""
+    first: dict[tuple[Any, ...], str] = {}
+    same = {}
+    for key, tensor in tensors.items():
+        here = local(tensor).detach()
+        if here.numel():
+            whose = (here.data_ptr(), here.dtype, here.device, tuple(here.shape), here.stride(), tuple(tensor.shape))
+            if first.setdefault(whose, key) != key:
+                same[key] = first[whose]
+    return same
+
+
+def _code(tensor: Tensor) -> str:
+    for code, dtype in DTYPES.items():
+        if dtype == tensor.dtype:
+            return code
+    raise CheckpointError("a tensor of the state has a dtype that no file can hold", found=tensor.dtype, needed=", ".join(DTYPES))

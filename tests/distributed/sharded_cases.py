@@ -1,0 +1,142 @@
+"""What the ranks do in test_sharded_checkpoints.py; each function is also called in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
+from nvalchemi.data.datapipes.sharding import shard_loader
+from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
+from nvalchemi.training import Every, Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, checkpoint, on
+from nvalchemi.training.cursor import Cursor
+from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook
+
+
+class Shard(Hook):
+    """Divide the data, and each linear layer and the rest of the model, between the ranks."""
+
+    order = Order.WRAP
+    claims = frozenset({"data_parallel"})
+    name = "shard"
+
+    @on(TrainingStage.SETUP)
+    def shard(self, ctx: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (ctx.manager.world_size,), mesh_dim_names=("shard",))
+        loader = shard_loader(ctx.cursor.loader, ctx.manager.rank, ctx.manager.world_size)
+        ctx.cursor = Cursor(loader, ctx.cursor.device, ctx.cursor.seed)
+        for model in ctx.models.values():
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+
+
+class Tied(nn.Sequential):
+    """5 numbers to 1, of sizes that two and four ranks do not divide evenly, with a buffer and two layers of one weight."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(
+            nn.Linear(5, 7), nn.SiLU(), nn.Linear(7, 7, bias=False), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.Linear(7, 1)
+        )
+        self[4].weight = self[2].weight
+        self.register_buffer("offset", torch.tensor(0.25))
+
+
+HOOKS: dict[str, Any] = {"sharded": Shard, "replicated": DDPHook, "alone": None}
+
+
+def data() -> InMemoryDataset:
+    return InMemoryDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(5)))
+
+
+def predicted(model: Any, batch: Any) -> Tensor:
+    return model(batch[:, :5])  # type: ignore[no-any-return]
+
+
+def squared(prediction: Tensor, batch: Any) -> Tensor:
+    return (prediction - batch[:, 5:]).square().mean()
+
+
+def train(manager: Any, how: str, folder: str, steps: int, resume_from: str | None = None, every: int = 2, seed: int = 1) -> Any:
+    """Train up to ``steps`` steps; gives the whole of what all ranks share, before the first step of this run and after the last."""
+    seen: dict[str, Any] = {}
+
+    @on(TrainingStage.TRAINING_START)
+    def at_start(ctx: Any) -> None:
+        seen["start"] = whole(checkpoint.gather(ctx)[0])
+
+    hook = HOOKS[how]
+    hooks: list[Any] = [EMAHook(0.9), CheckpointHook(folder, Every(steps=every), keep_last=None), at_start]
+    strategy = TrainingStrategy(
+        models=Tied(seed),
+        optimizer_configs=OptimizerConfig(
+            torch.optim.AdamW,
+            {"lr": 0.01},
+            torch.optim.lr_scheduler.StepLR,
+            {"step_size": 3},
+            parameters=lambda model: [
+                {"params": [p for p in model.parameters() if p.ndim > 1]},
+                {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            ],
+        ),
+        loss_fn=squared,
+        training_fn=predicted,
+        num_steps=steps,
+        distributed_manager=manager,
+        resume_from=resume_from,
+        hooks=[*hooks, *([] if hook is None else [hook()])],
+    )
+    ctx = strategy.run(DataLoader(data(), batch_size=16 // manager.world_size, shuffle=True, seed=3))
+    seen["end"] = whole(checkpoint.gather(ctx)[0])
+    seen["divided"] = sorted(name for name, p in ctx.model.named_parameters() if is_sharded_tensor(p))
+    seen["bytes"] = sum(local(p).nbytes for p in ctx.model.parameters())
+    return seen
+
+
+def whole(state: Any) -> Any:
+    """A state with each tensor whole; all ranks must call."""
+    if isinstance(state, Tensor):
+        return full(state).detach().clone()
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [whole(value) for value in state]
+    return state
+
+
+def with_a_hook_that_holds(manager: Any, folder: str, what: str) -> Any:
+    """A save where a hook's state is ``what``; gives the error."""
+
+    class Holder(Hook):
+        def state_dict(self) -> dict[str, Any]:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import DTensor, Partial
+
+            mesh = init_device_mesh("cpu", (manager.world_size,))
+            if what == "sum":
+                return {"x": DTensor.from_local(torch.ones(3), mesh, [Partial()])}
+            if what == "complex128":
+                return {"x": torch.ones(3, dtype=torch.complex128)}
+            if what == "other":
+                return {"x": torch.ones(3)} if manager.rank == 1 else {"y": 1}
+            return {"x": object()} if manager.rank == 1 else {"x": 1}
+
+    try:
+        TrainingStrategy(
+            models=nn.Linear(3, 1),
+            optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.1}),
+            loss_fn=lambda prediction, batch: prediction.mean(),
+            training_fn=lambda model, batch: model(batch),
+            num_steps=1,
+            distributed_manager=manager,
+            hooks=[Holder(), DDPHook(), CheckpointHook(folder)],
+        ).run(DataLoader(InMemoryDataset(torch.ones(8, 3)), batch_size=2))
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__}: {error}", sorted(p.name for p in Path(folder).iterdir()) if Path(folder).exists() else []
+    return None

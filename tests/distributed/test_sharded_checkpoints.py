@@ -1,0 +1,165 @@
+"""Checkpoints of networks that are divided between ranks: saved by all, and loaded into any other division and number of ranks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvalchemi.distributed import single_process
+from nvalchemi.errors import CheckpointError
+from nvalchemi.testing import state_differences
+from nvalchemi.training import layout, reading
+from nvalchemi.training.shards import placed
+from tests.distributed import sharded_cases as cases
+from tests.distributed.standing import Ranks
+
+CASES = "tests.distributed.sharded_cases"
+COUNTERS = ("progress.batch", "progress.divided_at")  # another number of ranks divides the rest of an epoch anew
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: Any) -> dict[str, tuple[str, Any]]:
+    """By kind of run: a checkpoint after 4 steps, and the whole of the shared state then."""
+    found = {}
+    for how in ("sharded", "replicated", "alone"):
+        folder = tmp_path_factory.mktemp(how)
+        if how == "alone":
+            results = [cases.train(single_process("cpu"), how, str(folder), 4)]
+        else:
+            results = ranks.call(f"{CASES}:train", how, str(folder), 4)
+        assert all(not list(state_differences(results[0]["end"], other["end"])) for other in results[1:])
+        found[how] = (str(layout.latest(folder).path), results[0])
+    return found
+
+
+def test_the_network_is_divided(saved: Any) -> None:
+    _, sharded = saved["sharded"]
+    assert sharded["divided"] == ["0.bias", "0.weight", "2.weight", "5.bias", "5.weight"]
+    assert saved["replicated"][1]["divided"] == []
+
+
+def test_each_number_is_written_once(saved: Any) -> None:
+    for how in ("sharded", "replicated"):
+        path = Path(saved[how][0])
+        index = json.loads((path / layout.INDEX).read_text())
+        blocks = {(file, name): sizes for entry in index for file, name, _, sizes in entry["blocks"]}
+        numbers = sum(torch.Size(sizes).numel() for sizes in blocks.values())
+        twice = 2 * 49 + 1  # tied weights, in the model and in its average, and the model's buffer, which the average has too
+        assert numbers == sum(torch.Size(entry["shape"]).numel() for entry in index) - twice
+        written = {file for file, _ in blocks}
+        assert written == (
+            {"shared-00000.safetensors", "shared-00001.safetensors"} if how == "sharded" else {"shared-00000.safetensors"}
+        )
+        manifest = layout.read(path).manifest
+        assert manifest["meshes"] == ([{"shape": [2], "names": ["shard"]}] if how == "sharded" else [])
+        assert set(manifest["files"]) == {*written, "shared.pt", "index.json", "rank-00000.pt", "rank-00001.pt"}
+
+
+@pytest.mark.parametrize("before", ["sharded", "replicated", "alone"])
+@pytest.mark.parametrize("after", ["sharded", "replicated", "alone"])
+def test_it_goes_on_in_any_division(ranks: Any, tmp_path: Any, saved: Any, before: str, after: str) -> None:
+    """What is loaded is what was saved, bit for bit; where the division is the same, the run ends as the unbroken one."""
+    path, expected = saved[before]
+    if after == "alone":
+        results = [cases.train(single_process("cpu"), after, str(tmp_path), 8, path, seed=9)]
+        whole = cases.train(single_process("cpu"), after, str(tmp_path / "whole"), 8)
+    else:
+        results = ranks.call(f"{CASES}:train", after, str(tmp_path), 8, path, 2, 9)
+        whole = ranks.call(f"{CASES}:train", after, str(tmp_path / "whole"), 8)[0]
+    for result in results:
+        ignore = COUNTERS if "alone" in (before, after) and before != after else ()
+        assert list(state_differences(expected["end"], result["start"], ignore)) == []
+        assert result["end"]["progress"]["step"] == 8
+        if before == after:
+            assert list(state_differences(whole["end"], result["end"])) == []
+        for name, weight in whole["end"]["models"]["model"].items():
+            torch.testing.assert_close(result["end"]["models"]["model"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_one_process_reads_it_without_a_group(saved: Any) -> None:
+    path, expected = saved["sharded"]
+    shared = reading.read_shared(layout.read(Path(path)))
+    weights = placed(shared["models"]["model"])
+    model = cases.Tied(3)
+    model.load_state_dict(weights)
+    assert list(state_differences(expected["end"]["models"]["model"], model.state_dict())) == []
+    average = cases.Tied(4)
+    average.load_state_dict(placed(shared["hooks"]["ema"]["models"]["model"]))
+    assert not torch.equal(average[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "exchanged", "pickle", "pickle, listed", "header, listed", "index, listed"])
+def test_a_damaged_or_unsafe_file_is_refused(saved: Any, tmp_path: Any, damage: str) -> None:
+    """B112: nothing is executed, and the message names the file."""
+    import hashlib
+    import shutil
+
+    path, marker = tmp_path / "step-00000004", tmp_path / "marker"
+    shutil.copytree(saved["sharded"][0], path)
+    name = "index.json" if damage.startswith("index") else "shared-00001.safetensors"
+    file = path / name
+    content = {
+        "cut": file.read_bytes()[:-1],
+        "emptied": b"",
+        "exchanged": (path / "shared-00000.safetensors").read_bytes(),
+        "pickle": pickle.dumps(Marker(str(marker))),
+        "header": b"\xff" * 7 + b"\x7f" + file.read_bytes()[8:],
+        "index": file.read_bytes().replace(b"[7,5]", b"[9,5]"),
+    }[damage.partition(",")[0]]
+    file.write_bytes(content)
+    if damage.endswith("listed"):
+        manifest = json.loads((path / layout.MANIFEST).read_text())
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (path / layout.MANIFEST).write_text(json.dumps(manifest))
+    words = "index of the tensors does not fit" if name == "index.json" else name.replace(".", r"\.")
+    with pytest.raises(CheckpointError, match=words):
+        placed(reading.read_shared(layout.read(path)))
+    with pytest.raises(CheckpointError, match=words):
+        cases.train(single_process("cpu"), "alone", str(tmp_path / "new"), 8, str(path))
+    assert not marker.exists()
+
+
+class Marker:
+    """Unpickled in full, it would make a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sum", "is a sum that was not carried out"),
+        ("complex128", "a dtype that no file can hold; found: torch.complex128"),
+        ("other", 'differs from rank to rank; found: only on some: ["hooks", "holder", "x"]'),
+        ("object", "the state hooks.holder.x is no plain data; found: object"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(ranks: Any, tmp_path: Any, what: str, words: str) -> None:
+    for said, left in ranks.call(f"{CASES}:with_a_hook_that_holds", str(tmp_path), what):
+        assert words in said
+        assert left == []
+
+
+@pytest.mark.slow
+def test_two_ranks_then_four_then_one(ranks: Any, tmp_path: Any, saved: Any) -> None:
+    path, expected = saved["sharded"]
+    four = Ranks(4)
+    try:
+        for result in four.call(f"{CASES}:train", "sharded", str(tmp_path / "four"), 5, path, 2, 9):
+            assert list(state_differences(expected["end"], result["start"], COUNTERS)) == []
+            end = result["end"]
+    finally:
+        four.close()
+    alone = cases.train(single_process("cpu"), "alone", str(tmp_path / "one"), 8, str(tmp_path / "four"), 2, 9)
+    assert list(state_differences(end, alone["start"], COUNTERS)) == []
+    for result in ranks.call(f"{CASES}:train", "sharded", str(tmp_path / "two"), 10, str(tmp_path / "one"), 2, 9):
+        assert list(state_differences(alone["end"], result["start"], COUNTERS)) == []
