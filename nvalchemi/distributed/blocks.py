@@ -40,6 +40,11 @@ def holds_shards(module: nn.Module) -> bool:
     return is_sharded_in_blocks(module) or (is_sharded(module) and any(_is_dtensor(p) for p in module.parameters()))
 
 
+def lowest_units(net: nn.Module) -> list[nn.Module]:
+    """The parts of ``net`` that went through ``fully_shard`` and hold no other such part."""
+    return [module for module in net.modules() if _is_unit(module) and not any(_is_unit(m) for m in _below(module))]
+
+
 def is_redirected(module: nn.Module) -> bool:
     """Whether a call of ``module`` is at present one of `gathered` or `unsharded`."""
     return _CALL in module.__dict__

@@ -3,6 +3,7 @@
 from nvalchemi.training.hooks.activation_checkpoint import ActivationCheckpointHook
 from nvalchemi.training.hooks.checkpoint import CheckpointHook
 from nvalchemi.training.hooks.clip import GradientClipHook
+from nvalchemi.training.hooks.compile import CompileHook
 from nvalchemi.training.hooks.ddp import DDPHook
 from nvalchemi.training.hooks.early_stop import EarlyStopHook
 from nvalchemi.training.hooks.ema import EMAHook, update_ema
@@ -16,6 +17,7 @@ from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 __all__ = [
     "ActivationCheckpointHook",
     "CheckpointHook",
+    "CompileHook",
     "DDPHook",
     "EMAHook",
     "EarlyStopHook",

@@ -12,6 +12,7 @@ from nvalchemi.training import Every, Hook, OptimizerConfig, ValidationConfig, h
 from nvalchemi.training.hooks import (
     ActivationCheckpointHook,
     CheckpointHook,
+    CompileHook,
     DDPHook,
     EarlyStopHook,
     EMAHook,
@@ -38,6 +39,7 @@ CLOCKS = ("hooks.time_budget.elapsed",)
 CASES = {
     ActivationCheckpointHook: [lambda folder: [ActivationCheckpointHook(torch.nn.Linear)]],
     CheckpointHook: [lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)]],
+    CompileHook: [lambda folder: [CompileHook(backend="eager")]],
     DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
     EMAHook: [
         lambda folder: [EMAHook(0.9)],
