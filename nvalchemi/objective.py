@@ -131,6 +131,11 @@ class LossOutput:
         parts = {name: part.detached() for name, part in self.parts.items()}
         return LossOutput(self.total.detach(), parts, self.samples, self.extra)
 
+    def emptied(self) -> LossOutput:
+        """The same parts with no label in them: zero, but with a graph to every parameter."""
+        parts = {name: LossPart(part.sum * 0.0, 0, part.weight) for name, part in self.parts.items()}
+        return LossOutput.from_parts(parts, 0)
+
     def merged(self, other: LossOutput) -> LossOutput:
         """Put two batches' losses together (detached values)."""
         if self.parts.keys() != other.parts.keys():

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nvalchemi.distributed.tensors import is_sharded_tensor
+
 if TYPE_CHECKING:
     from nvalchemi.distributed.gathered import Place
 
@@ -32,12 +34,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_sharded_in_blocks(module: nn.Module) -> bool:
     """Whether a part of ``module`` went through ``fully_shard`` by itself, so that its weights are never there all at once."""
-    return is_sharded(module) and any(_is_unit(m) for m in _below(module))
+    return is_sharded(module) and any(is_unit(m) for m in _below(module))
 
 
 def holds_shards(module: nn.Module) -> bool:
     """Whether some parameters of ``module`` are shards now, or come and go with the units within."""
-    return is_sharded_in_blocks(module) or (is_sharded(module) and any(_is_dtensor(p) for p in module.parameters()))
+    return is_sharded_in_blocks(module) or (is_sharded(module) and any(is_sharded_tensor(p) for p in module.parameters()))
 
 
 def lowest_units(net: nn.Module) -> list[nn.Module]:
@@ -59,6 +61,13 @@ def follow_gradients(net: nn.Module) -> None:
     if not isinstance(net, _Follows) and _CALL not in net.__dict__ and is_sharded(net):
         cls: Any = type(net)
         net.__class__ = _following(cls)
+
+
+def reshard(net: nn.Module) -> None:
+    """Free whatever a sharded network has gathered; nothing where it is not sharded."""
+    for module in net.modules():
+        if is_unit(module):
+            module.reshard()  # type: ignore[operator]
 
 
 class _Follows:
@@ -115,15 +124,15 @@ class Walk:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        if _is_unit(module):
+        if is_unit(module):
             unit = Unit.of(module)
             self.units.append(module)
-        if unit is not None and _can_be_called(module) and not any(_is_unit(m) for m in _below(module)):
-            if any(_is_dtensor(p) for p in module.parameters()):
+        if unit is not None and _can_be_called(module) and not any(is_unit(m) for m in _below(module)):
+            if any(is_sharded_tensor(p) for p in module.parameters()):
                 self.blocks.append((module, unit))
             return
         self.through.append((module, unit))
-        if unit is not None and any(_is_dtensor(p) for p in module.parameters(recurse=False)):
+        if unit is not None and any(is_sharded_tensor(p) for p in module.parameters(recurse=False)):
             self.direct.append((module, unit))
         for child in module.children():
             self._visit(child, unit)
@@ -157,6 +166,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     if not is_sharded(module):
         yield
         return
+    from nvalchemi.distributed.gathered import gather  # with torch's tensors of many devices, which are slow to import
+
     walk = _walk(module)
     with ExitStack() as stack:
         for part, unit in walk.blocks + walk.direct:
@@ -164,10 +175,10 @@ def unsharded(module: nn.Module) -> Iterator[None]:
             for holder in holders:
                 names, places, shards = _sharded_parameters(holder, unit, recurse=False)
                 with torch.no_grad():
-                    whole = [place.gather(shard) for place, shard in zip(places, shards, strict=True)]
+                    whole = gather(places, shards)
                 stack.enter_context(with_parameters(holder, names, whole))
         for part, unit in walk.blocks:
-            if _is_unit(part):
+            if is_unit(part):
                 stack.enter_context(_called(part, partial(_call_through, part, unit)))
         stack.enter_context(_without_hooks(walk, module))
         yield
@@ -178,7 +189,7 @@ def _without_hooks(walk: Walk, net: nn.Module) -> Iterator[None]:
     """Run the units around blocks without their hooks, and ``net`` as it is."""
     with ExitStack() as stack:
         for module, unit in walk.through:
-            if unit is not None and _is_unit(module):
+            if unit is not None and is_unit(module):
                 stack.enter_context(_called(module, partial(_call_through, module, unit)))
             elif isinstance(module, _Follows):
                 stack.enter_context(_called(module, partial(nn.Module.__call__, module)))
@@ -187,15 +198,13 @@ def _without_hooks(walk: Walk, net: nn.Module) -> Iterator[None]:
 
 def _walk(net: nn.Module) -> Walk:
     # A forward whose backward is still to come may have left weights gathered; its hooks gather them again when they are needed.
-    for module in net.modules():
-        if _is_unit(module):
-            module.reshard()  # type: ignore[operator]
+    reshard(net)
     return Walk(net)
 
 
 def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any:
     """The block as one operation on its shards."""
-    if _is_unit(module):
+    if is_unit(module):
         args, kwargs = unit.cast((args, kwargs))
     from nvalchemi.distributed.gathered import gathered_call
 
@@ -228,7 +237,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
     for i, tensor in zip(places_of, outputs, strict=True):
         leaves[i] = tensor
     result = pytree.tree_unflatten(leaves, form)
-    return _cast(result, unit.output_dtype) if _is_unit(module) else result
+    return _cast(result, unit.output_dtype) if is_unit(module) else result
 
 
 def _call_through(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +254,7 @@ def _sharded_parameters(module: nn.Module, unit: Unit, recurse: bool) -> tuple[l
     places: list[Place] = []
     shards: list[Tensor] = []
     for name, parameter in module.named_parameters(recurse=recurse):
-        if _is_dtensor(parameter):
+        if is_sharded_tensor(parameter):
             mesh = parameter.device_mesh  # type: ignore[attr-defined]
             places.append(
                 Place(
@@ -314,7 +323,10 @@ def _following(cls: Any) -> type:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
             with gathered(self):
                 return self(*args, **kwargs)
-        return cls.__call__(self, *args, **kwargs)
+        result = cls.__call__(self, *args, **kwargs)
+        if not torch.is_grad_enabled():  # no backward will free what the forward left gathered
+            reshard(self)
+        return result
 
     return _derived(cls, call, _Follows)
 
@@ -328,15 +340,10 @@ def _derived(cls: type, call: Callable[..., Any], *more: type) -> type:
     return type(cls.__name__, (cls, *more), members)
 
 
-def _is_unit(module: nn.Module) -> bool:
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` went through ``fully_shard`` itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:

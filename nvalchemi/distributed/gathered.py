@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -49,22 +51,110 @@ class Place:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
-    def gather(self, shard: Tensor) -> Tensor:
-        """The full parameter from this rank's part."""
+    def alone(self, shard: Tensor) -> Tensor:
+        """The full parameter from this rank's part, by a collective of its own."""
         from torch.distributed.tensor import DTensor  # slow to import, and whoever comes here has it
 
         part = shard.to(device=self.device, dtype=self.dtype or shard.dtype)
         whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
         return whole.full_tensor()
 
-    def scatter(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """Give this rank's part of the mean over the ranks of their full gradients, of the dtype and on the device of ``like``."""
+    def scatter_alone(self, gradient: Tensor) -> Tensor:
+        """Give this rank's part of the sum over the ranks of their full gradients."""
         from torch.distributed.tensor import DTensor, Partial
 
-        given = gradient.to(self.reduce_dtype) if self.reduce_dtype is not None else gradient
-        partial = DTensor.from_local(given.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False)
-        mine = partial.redistribute(self.mesh, self.placements).to_local()
-        return (mine / self.mesh.size()).to(device=like.device, dtype=like.dtype)
+        partial = DTensor.from_local(gradient.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False)
+        return partial.redistribute(self.mesh, self.placements).to_local()
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows each rank has room for, where rows are divided over the mesh's last dimension; ``None`` for other divisions."""
+        return _rows(self.shape, self.stride, self.placements, self.mesh.size(self.mesh.ndim - 1))
+
+
+@lru_cache(maxsize=4096)
+def _rows(shape: torch.Size, stride: tuple[int, ...], placements: tuple[Any, ...], ranks: int) -> int | None:
+    *replicas, last = placements
+    by_rows = last.is_shard() and last.dim == 0 and all(p.is_replicate() for p in replicas)
+    in_order = stride == torch.empty(shape, device="meta").stride()
+    return -(-shape[0] // ranks) if by_rows and in_order else None
+
+
+def gather(places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor]:
+    """Full parameters from this rank's parts: one collective for all that are of one kind."""
+    found: list[Tensor | None] = [None] * len(places)
+    for members in _alike(places, [place.dtype or shard.dtype for place, shard in zip(places, shards, strict=True)]):
+        place = places[members[0]]
+        if place.rows is None or len(members) == 1:
+            for i in members:
+                found[i] = places[i].alone(shards[i])
+            continue
+        sizes = [_room(places[i]) for i in members]
+        parts = [shards[i].to(device=place.device, dtype=place.dtype or shards[i].dtype) for i in members]
+        mine = _packed(parts, sizes)
+        ranks = place.mesh.size(place.mesh.ndim - 1)
+        whole = mine.new_empty(ranks * mine.numel())
+        dist.all_gather_into_tensor(whole, mine, group=place.mesh.get_group(place.mesh.ndim - 1))
+        for i, columns in zip(members, whole.view(ranks, -1).split(sizes, 1), strict=True):
+            shape = places[i].shape
+            found[i] = columns.reshape(-1)[: shape.numel()].view(shape)
+    return found  # type: ignore[return-value]
+
+
+def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Give this rank's parts of the means over the ranks of their full gradients, of the dtypes and on the devices of ``like``."""
+    given = [g if p.reduce_dtype is None else g.to(p.reduce_dtype) for p, g in zip(places, gradients, strict=True)]
+    found: list[Tensor | None] = [None] * len(places)
+    for members in _alike(places, [g.dtype for g in given]):
+        place = places[members[0]]
+        if place.rows is None or len(members) == 1:
+            for i in members:
+                found[i] = places[i].scatter_alone(given[i])
+            continue
+        sizes = [_room(places[i]) for i in members]
+        ranks = place.mesh.size(place.mesh.ndim - 1)
+        sent = given[members[0]].new_empty(ranks, sum(sizes))
+        for i, columns in zip(members, sent.split(sizes, 1), strict=True):
+            flat = given[i].reshape(-1)
+            full_rows, rest = divmod(flat.numel(), columns.shape[1]) if columns.shape[1] else (0, 0)
+            columns[:full_rows] = flat[: flat.numel() - rest].view(full_rows, -1)
+            columns[full_rows:] = 0  # room beyond the last row of the parameter
+            if rest:
+                columns[full_rows, :rest] = flat[flat.numel() - rest :]
+        mine = sent.new_empty(sum(sizes))
+        dist.reduce_scatter_tensor(mine, sent.view(-1), group=place.mesh.get_group(place.mesh.ndim - 1))
+        for dimension in range(place.mesh.ndim - 1):
+            dist.all_reduce(mine, group=place.mesh.get_group(dimension))
+        for i, part in zip(members, mine.split(sizes), strict=True):
+            found[i] = part[: like[i].numel()].view(like[i].shape)
+    size = [place.mesh.size() for place in places]
+    return [
+        (part / n).to(device=x.device, dtype=x.dtype)  # type: ignore[operator]
+        for part, n, x in zip(found, size, like, strict=True)
+    ]
+
+
+def _alike(places: Sequence[Place], dtypes: Sequence[torch.dtype]) -> list[list[int]]:
+    """The places that one collective can serve, by number."""
+    groups: dict[Any, list[int]] = {}
+    for i, (place, dtype) in enumerate(zip(places, dtypes, strict=True)):
+        key = (id(place.mesh), place.placements, dtype, place.rows is None)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def _room(place: Place) -> int:
+    """Entries that a rank has room for: its rows, or those that it would have if there were enough."""
+    assert place.rows is not None
+    return place.rows * place.shape[1:].numel()
+
+
+def _packed(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The parts one behind the other, each filled up to its size."""
+    mine = parts[0].new_zeros(sum(sizes))
+    for part, room in zip(parts, mine.split(list(sizes)), strict=True):
+        room[: part.numel()] = part.reshape(-1)
+    return mine
 
 
 def gathered_call(
@@ -143,7 +233,7 @@ class GatheredCall(Function):
         ctx.block, ctx.places = block, places
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outputs = tuple(block([place.gather(s) for place, s in zip(places, shards, strict=True)], inputs))
+        outputs = tuple(block(gather(places, shards), inputs))
         # an output that is an input as it came would be taken for one that was changed in place
         outputs = tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in outputs)
         ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
@@ -175,13 +265,13 @@ class GatheredCall(Function):
                 )
             found = GatheredCall.apply(product, places, *shards, *inputs, *seeds)
         else:
-            full = [place.gather(s) for place, s in zip(places, shards, strict=True)]
-            found = product(full, [*inputs, *seeds])
-            del full
+            found = product(gather(places, shards), [*inputs, *seeds])
         for place, gradient in zip(of_inputs, found[len(of_parameters) :], strict=True):
             results[count + place] = gradient
-        for place, gradient in zip(of_parameters, found, strict=False):
-            results[place] = places[place].scatter(gradient, shards[place])
+        wanted = [places[i] for i in of_parameters]
+        parts = scatter(wanted, found[: len(of_parameters)], [shards[i] for i in of_parameters])
+        for place, part in zip(of_parameters, parts, strict=True):
+            results[place] = part
         return (None, None, *results)
 
 

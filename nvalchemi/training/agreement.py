@@ -17,6 +17,7 @@ from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import agree, all_reduce, gather
 from nvalchemi.errors import TrainingError
 from nvalchemi.objective import Count
+from nvalchemi.training.filler import filled
 from nvalchemi.training.totals import group_counts
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def steps(ctx: TrainContext, size: int) -> Iterator[Step]:
         Where another rank could not read its batch; that rank raises its own error.
     """
     own = ctx.cursor.groups(size)
-    return _together(ctx, own) if ctx.manager.distributed else _alone(ctx, own)
+    return _together(ctx, own, size) if ctx.manager.distributed else _alone(ctx, own)
 
 
 def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
@@ -52,7 +53,7 @@ def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
             return
 
 
-def _together(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
+def _together(ctx: TrainContext, own: Iterator[list[Any]], size: int) -> Iterator[Step]:
     cursor, manager = ctx.cursor, ctx.manager
     while not ctx.complete:
         group: list[Any] | None = None
@@ -83,6 +84,8 @@ def _together(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
         cursor.at_end = bool(ended) or not everybody
         if group is None or not everybody:
             return
+        if ctx.calls_communicate and size > 1:
+            group = filled(group, manager)
         yield group, _sent_apart(counts, manager) if any_apart else dict(zip(counts, sums, strict=False))
         if cursor.at_end:
             return

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.distributed import Manager
 from nvalchemi.objective import Count, LossOutput, Objective
+from nvalchemi.training.filler import Filler
 
 if TYPE_CHECKING:
     from nvalchemi.training.cursor import Cursor
@@ -138,6 +139,10 @@ class TrainContext:
         The last validation's metrics, or ``None``.
     validation_data
         What is validated on: this rank's share of it.
+    calls_communicate
+        Whether each call of a model waits for the other ranks' calls, as with sharded parameters.
+    is_filler
+        Whether the present micro-batch is one of a rank that has fewer than the others and does not count.
     trained
         Names of the models that have optimizers, each with its optimizers' names.
     flags_before
@@ -173,6 +178,8 @@ class TrainContext:
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     validation: dict[str, float] | None = None
     validation_data: Any = None
+    calls_communicate: bool = False
+    is_filler: bool = False
     trained: dict[str, list[str]] = field(default_factory=dict)
     flags_before: dict[str, Any] = field(default_factory=dict)
 
@@ -253,13 +260,18 @@ class TrainContext:
 
     def begin_step(self, group: list[Any], counts: Mapping[str, Count] | None) -> None:
         """A new step over the micro-batches ``group``, whose labels add up to ``counts``."""
-        self.group, self.counts = group, counts
+        self.group, self.counts = [batch for batch in group if not isinstance(batch, Filler)], counts
         self.loss = self.skip_reason = self.skip_request = None
         self.step_taken = False
 
     def begin_microbatch(self, batch: Any, last: bool) -> None:
         """A new micro-batch of the step."""
-        self.batch, self.is_last_microbatch = batch, last
+        self.is_filler = isinstance(batch, Filler)
+        self.batch, self.is_last_microbatch = batch.batch if self.is_filler else batch, last
+
+    def counted(self, loss: LossOutput) -> LossOutput:
+        """The loss of the present micro-batch, which is nothing where that stands there only for other ranks."""
+        return loss.emptied() if self.is_filler else loss
 
     def end_microbatch(self, before: LossOutput | None) -> LossOutput:
         """Let go of the graph, and add this micro-batch's loss to the step's so far (``before``)."""

@@ -18,6 +18,7 @@ from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.objective import LossOutput, Objective, num_samples
 from nvalchemi.training.cursor import to_device
+from nvalchemi.training.filler import Filler
 from nvalchemi.training.losses import Loss
 from nvalchemi.training.measures import OUTPUTS, Totals
 from nvalchemi.training.objectives import SupervisedObjective, as_objective, default_training_fn
@@ -85,8 +86,11 @@ def evaluate(
     generator = torch.Generator(manager.device).manual_seed(derive_seed(0, "validation", manager.rank))
     with _left_as_it_was(model, objective, manager.device):
         for item in loader:
-            batch = to_device(item, manager.device)
+            filler = isinstance(item, Filler)
+            batch = to_device(item.batch if filler else item, manager.device)
             predictions, loss = _one_batch(model, batch, objective, wanted, generator, step)
+            if filler:
+                continue
             totals.add_samples(num_samples(batch))
             if loss is not None:
                 totals.add_loss(loss)

@@ -113,6 +113,9 @@ class Hook:
         GRADIENTS_READY, ranks ask each other before each update whether one of them skips it.
     checkpoint_dir
         Where this hook writes checkpoints, for ``resume_from="latest"``; ``None`` for all others.
+    meta_init
+        ``meta_init(module)`` gives a module of a model built on the meta device its first weights, also in one process, where the hook takes
+        no part; ``None`` for all others.
     """
 
     order: ClassVar[Order] = Order.OBSERVE
@@ -120,6 +123,7 @@ class Hook:
     scope: ClassVar[Scope] = Scope.SHARED
     agreed: ClassVar[bool] = False
     checkpoint_dir: Path | None = None
+    meta_init: Callable[[Any], None] | None = None
     name: str = "hook"
     _stage_methods: ClassVar[tuple[tuple[TrainingStage, str], ...]] = ()
     _span_methods: ClassVar[tuple[tuple[TrainingSpan, str], ...]] = ()

@@ -13,6 +13,8 @@ from torch import nn
 
 from nvalchemi.data.datapipes.rest import in_one_order
 from nvalchemi.distributed import single_process
+from nvalchemi.distributed.blocks import is_sharded
+from nvalchemi.distributed.meta import is_on_meta, materialise
 from nvalchemi.errors import ConfigError
 from nvalchemi.objective import ModelLoss, SupervisedLoss
 from nvalchemi.training import checkpoint
@@ -116,7 +118,8 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
     trained = {model for model, _ in normalise(strategy.optimizer_configs, models).values()}
     before = {name: _Flags.of(model) for name, model in models.items()}
     for model in models.values():
-        model.to(manager.device)
+        if not (is_on_meta(model) or is_sharded(model)):
+            model.to(manager.device)
     ctx = TrainContext(
         manager=manager,
         models=models,
@@ -139,6 +142,14 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
         if name not in trained:
             model.requires_grad_(False)
     return ctx
+
+
+def materialise_models(ctx: TrainContext, hooks: Iterable[Any], seed: int) -> None:
+    """Give models on the meta device that no hook has sharded their memory and first weights."""
+    for model in ctx.models.values():
+        if is_on_meta(model):
+            chosen = [h.meta_init for h in hooks if isinstance(h, Hook) and h.meta_init is not None]
+            materialise(model, ctx.device, derive_seed(seed, "weights"), chosen[0] if chosen else None)
 
 
 def build_optimizers(ctx: TrainContext, configs: Any) -> None:

@@ -18,7 +18,7 @@ from nvalchemi.training.division import DivisionReport
 from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
 from nvalchemi.training.optimizers import OptimizerConfigs
-from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end
+from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end, materialise_models
 from nvalchemi.training.skips import LateSkips
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.streams import OwnStreams
@@ -103,6 +103,7 @@ class TrainingStrategy:
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader
+                materialise_models(ctx, self.hooks, self.seed)
                 build_optimizers(ctx, self.optimizer_configs)
                 ctx.update = Update(ctx.optimizers)
                 hooks.fire(TrainingStage.BUILT, ctx)  # mixed precision replaces the update; EMA clones the weights
@@ -135,7 +136,8 @@ class TrainingStrategy:
             ctx.begin_microbatch(batch, last)
             with hooks.around(TrainingSpan.MICROBATCH, ctx):
                 with hooks.around(TrainingSpan.FORWARD, ctx):
-                    ctx.loss = ctx.objective(ctx.callee, batch, generator=ctx.generator, step=ctx.progress.step)
+                    loss = ctx.objective(ctx.callee, ctx.batch, generator=ctx.generator, step=ctx.progress.step)
+                    ctx.loss = ctx.counted(loss)
                 hooks.fire(TrainingStage.LOSS_READY, ctx)
                 update.backward(ctx.loss.over(ctx.counts, ctx.manager.world_size), last)
             ctx.loss = done = ctx.end_microbatch(done)
@@ -145,8 +147,8 @@ class TrainingStrategy:
             ctx.skip_step("the gradients overflowed at the present loss scale", agreed=True)
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)
         ctx.step_taken = update.discard() if ctx.skip_reason else update.step()
-        position = ctx.cursor.samples_used(ctx.progress.batch + len(group))
-        ctx.progress.advance(len(group), ctx.loss.samples, ctx.step_taken, position)
+        position = ctx.cursor.samples_used(ctx.progress.batch + len(ctx.group))
+        ctx.progress.advance(len(ctx.group), ctx.loss.samples, ctx.step_taken, position)
         if ctx.step_taken:
             ctx.step_schedulers()
             hooks.fire(TrainingStage.OPTIMIZER_STEPPED, ctx)

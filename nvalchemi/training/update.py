@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi.distributed.tensors import local
 from nvalchemi.errors import ConfigError, TrainingError
 
 
@@ -112,7 +113,7 @@ class ScaledUpdate(Update):
         super().backward(loss * self.scale, last)
 
     def unscale(self) -> bool:
-        gradients = self.gradients()
+        gradients = [local(g) for g in self.gradients()]
         finite = True
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)

@@ -10,6 +10,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.evaluation import BatchCallback, checked_outputs, evaluate
 from nvalchemi.training.hook import Every, Hook, PeriodicHook, on
+from nvalchemi.training.in_step import in_step
 from nvalchemi.training.interruption import Interruption
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
@@ -102,10 +103,11 @@ class Validator(PeriodicHook):
         interruption = Interruption(ctx)
         if interruption.at_start:
             return None
+        batches = until(interruption, ctx.validation_data)
         with ctx.hooks.around(TrainingSpan.VALIDATION, ctx):
             metrics = evaluate(
                 ctx.callee,
-                until(interruption, ctx.validation_data),
+                in_step(batches, ctx.manager) if ctx.calls_communicate else batches,
                 ctx.objective,
                 outputs=self.config.outputs,
                 manager=ctx.manager,

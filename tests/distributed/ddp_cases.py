@@ -10,9 +10,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nvalchemi.data import AtomicData, Batch
+from nvalchemi.distributed.tensors import full
 from nvalchemi.models import InteratomicPotential, PaiNN
-from nvalchemi.training import EnergyMSELoss, ForceMSELoss, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
-from nvalchemi.training.hooks import DDPHook
+from nvalchemi.training import (
+    EnergyMSELoss,
+    ForceMSELoss,
+    Hook,
+    OptimizerConfig,
+    StressMSELoss,
+    TrainingStage,
+    TrainingStrategy,
+    on,
+)
+from nvalchemi.training.hooks import DDPHook, FSDP2Hook
 
 
 class Aware:
@@ -46,7 +56,7 @@ class Keep(Hook):
 
     @on(TrainingStage.GRADIENTS_READY)
     def look(self, ctx) -> None:
-        self.gradients.append([p.grad.clone() for p in ctx.model.parameters()])
+        self.gradients.append([full(p.grad).clone() for p in ctx.model.parameters()])
         self.losses.append(ctx.loss.total.item())
 
     @on(TrainingStage.STEP_END)
@@ -84,20 +94,21 @@ def potential(autograd: bool) -> InteratomicPotential:
     return InteratomicPotential(Plain(net) if autograd else net, cutoff=4.0)
 
 
-def train(manager, shares, *, autograd=False, accumulate=1, epochs=2, hooks=(), **options):
+def train(manager, shares, *, autograd=False, accumulate=1, epochs=2, hooks=(), stress=False, kind=DDPHook, **options):
     """Train on the rank's share of ``shares[rank][batch] = list of structures``; returns what :class:`Keep` saw and the weights."""
     model = potential(autograd)
     net = model.net
     batches = [Batch.from_data_list(part) for part in shares[manager.rank]]
+    loss_fn = EnergyMSELoss(per_atom=True) + 10.0 * ForceMSELoss()
     keep = Keep()
     strategy = TrainingStrategy(
         models=model,
         optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 1e-3}),
-        loss_fn=EnergyMSELoss(per_atom=True) + 10.0 * ForceMSELoss(),
+        loss_fn=loss_fn + 5.0 * StressMSELoss() if stress else loss_fn,
         num_epochs=epochs,
         accumulate=accumulate,
         distributed_manager=manager,
-        hooks=[keep, *hooks, DDPHook(**options)],
+        hooks=[keep, *hooks, kind(**options)],
     )
     strategy.run(own(batches, manager))
     assert model.net is net  # unwrapped
@@ -105,12 +116,16 @@ def train(manager, shares, *, autograd=False, accumulate=1, epochs=2, hooks=(), 
         "gradients": keep.gradients,
         "losses": keep.losses,
         "samples": keep.samples,
-        "weights": [p.detach() for p in model.parameters()],
+        "weights": [full(p).detach() for p in model.parameters()],
     }
 
 
 def gradients(manager, shares, autograd, accumulate, options):
     return train(manager, shares, autograd=autograd, accumulate=accumulate, **options)
+
+
+def sharded(manager, shares, autograd, accumulate, options, stress=False):
+    return train(manager, shares, autograd=autograd, accumulate=accumulate, kind=FSDP2Hook, stress=stress, **options)
 
 
 def counted(manager, shares, accumulate):

@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nvalchemi.data import AtomicData, Batch
+from nvalchemi.distributed.tensors import full
 from nvalchemi.ebm import losses
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.models import InteratomicPotential, MLPEnergy, PaiNN
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
-from nvalchemi.training.hooks import DDPHook
+from nvalchemi.training.hooks import DDPHook, FSDP2Hook
 from nvalchemi.training.seeds import derive_seed
 from tests.distributed.ddp_cases import own
 
@@ -124,12 +125,12 @@ class Keep(Hook):
 
     @on(TrainingStage.GRADIENTS_READY)
     def look(self, ctx) -> None:
-        self.gradients.append([p.grad.clone() for p in ctx.model.parameters()])
+        self.gradients.append([full(p.grad).clone() for p in ctx.model.parameters()])
         self.losses.append(float(ctx.loss.total))
 
 
-def train(manager, name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
-    """Train a case on the rank's share."""
+def train(manager, name: str, accumulate: int, sizes: list[list[int]], hook: Hook | None = None) -> dict[str, Any]:
+    """Train a case on the rank's share, replicated or as the hook says."""
     make_model, make_loss = (CASES | ATOMS)[name]
     model, keep = make_model(), Keep()
     strategy = TrainingStrategy(
@@ -140,10 +141,15 @@ def train(manager, name: str, accumulate: int, sizes: list[list[int]]) -> dict[s
         accumulate=accumulate,
         distributed_manager=manager,
         seed=SEED,
-        hooks=[keep, DDPHook()],
+        hooks=[keep, DDPHook() if hook is None else hook],
     )
     strategy.run(own(batches_of(sizes, manager.rank, name), manager))
-    return {"gradients": keep.gradients, "losses": keep.losses, "weights": [p.detach() for p in model.parameters()]}
+    return {"gradients": keep.gradients, "losses": keep.losses, "weights": [full(p).detach() for p in model.parameters()]}
+
+
+def sharded(manager, name: str, accumulate: int, sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, divided between the ranks."""
+    return train(manager, name, accumulate, sizes, FSDP2Hook(**options))
 
 
 def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:

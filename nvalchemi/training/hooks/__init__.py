@@ -7,6 +7,7 @@ from nvalchemi.training.hooks.compile import CompileHook
 from nvalchemi.training.hooks.ddp import DDPHook
 from nvalchemi.training.hooks.early_stop import EarlyStopHook
 from nvalchemi.training.hooks.ema import EMAHook, update_ema
+from nvalchemi.training.hooks.fsdp2 import FSDP2Hook
 from nvalchemi.training.hooks.metrics import MetricsHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
 from nvalchemi.training.hooks.progress import ProgressHook
@@ -21,6 +22,7 @@ __all__ = [
     "DDPHook",
     "EMAHook",
     "EarlyStopHook",
+    "FSDP2Hook",
     "GradientClipHook",
     "MetricsHook",
     "MixedPrecisionHook",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nvalchemi.distributed.tensors import local, total_norm
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
@@ -19,7 +20,7 @@ class GradientClipHook(Hook):
     """Scale a step's gradients down where their norm is above a limit (Pascanu et al. 2013, arXiv:1211.5063).
 
     It acts once a step, on the unscaled gradients of all micro-batches together, and puts their true norm, as it was before
-    clipping, into ``ctx.metrics["grad_norm"]``. Nothing is fetched from the device. A norm that is not finite leaves gradients
+    clipping, into ``ctx.metrics["grad_norm"]``, the same number on every rank, sharded or not. Nothing is fetched from the device. A norm that is not finite leaves gradients
     that are not finite: to skip such steps is a guard's work (:class:`~nvalchemi.training.hooks.SpikeHook`).
 
     Parameters
@@ -55,7 +56,7 @@ class GradientClipHook(Hook):
         gradients = ctx.update.gradients()
         if not gradients:
             return
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, self.norm_type)), self.norm_type)
+        norm = total_norm(gradients, self.norm_type)
         # No small constant in the denominator: a norm of zero gives infinity here, which the clamp turns into "unchanged".
-        torch._foreach_mul_(gradients, (self.max_norm / norm).clamp(max=1.0))
+        torch._foreach_mul_([local(g) for g in gradients], (self.max_norm / norm).clamp(max=1.0))
         ctx.metrics["grad_norm"] = norm

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nvalchemi.data.datapipes.sharding import shard_loader
-from nvalchemi.data.datapipes.share import share_for_validation
-from nvalchemi.distributed import Manager, failures
 from nvalchemi.distributed.replicate import CommHook, Replicas
 from nvalchemi.errors import ConfigError
-from nvalchemi.training.cursor import Cursor
-from nvalchemi.training.hook import Hook, around, on
-from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
+from nvalchemi.training.data_parallel import DataParallelHook
+from nvalchemi.training.hook import around, on
+from nvalchemi.training.stages import TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
 
-_runs = count()  # runs are begun by all ranks together, so each has the same number everywhere
 
-
-class DDPHook(Hook):
+class DDPHook(DataParallelHook):
     """Train on many processes as on one: the gradient of a step is that of the mean over the samples of all ranks.
 
     The models that are trained are wrapped in torch's ``DistributedDataParallel`` (of an :class:`~nvalchemi.models.EnergyModel`
@@ -56,9 +50,6 @@ class DDPHook(Hook):
         torch sends no gradients: naming them.
     """
 
-    order = Order.WRAP
-    claims = frozenset({"data_parallel"})
-
     def __init__(
         self,
         model_keys: Sequence[str] | None = None,
@@ -72,11 +63,8 @@ class DDPHook(Hook):
         sampler_cls: Callable[..., Any] | None = None,
         sampler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(model_keys, str):
-            raise ConfigError("model_keys is no list of names", found=repr(model_keys), fix=f"write model_keys=[{model_keys!r}]")
-        self.model_keys = model_keys
+        super().__init__(model_keys, sampler_cls, sampler_kwargs)
         self.process_group, self.comm_hook = process_group, comm_hook
-        self.sampler_cls, self.sampler_kwargs = sampler_cls, dict(sampler_kwargs or {})
         self.options = {
             "find_unused_parameters": find_unused_parameters,
             "broadcast_buffers": broadcast_buffers,
@@ -85,49 +73,14 @@ class DDPHook(Hook):
         }
         self._replicas: Replicas | None = None
 
-    def is_active(self, manager: Manager) -> bool:
-        return manager.distributed
-
-    @around(TrainingSpan.RUN)
-    def unwrap(self, ctx: TrainContext) -> Iterator[None]:
-        """Give the plain models back, and let no rank wait for one that has left."""
-        run = next(_runs)
-        try:
-            yield
-        except BaseException as error:
-            self._restore()
-            failures.tell(error, run, ctx.manager)
-            raise
-        finally:
-            self._restore()
-
     @on(TrainingStage.SETUP)
     def wrap(self, ctx: TrainContext) -> None:
         """Divide the data and wrap the models."""
-        manager, cursor = ctx.manager, ctx.cursor
+        manager = ctx.manager
         if self.process_group is not None and dist.get_process_group_ranks(self.process_group) != list(range(manager.world_size)):
             raise ConfigError("the process group of DDPHook leaves ranks out", needed=f"all {manager.world_size} ranks, in order")
-        loader = shard_loader(cursor.loader, manager.rank, manager.world_size, self.sampler_cls, self.sampler_kwargs)
-        ctx.cursor = Cursor(loader, cursor.device, cursor.seed)
-        if ctx.validation_data is not None:
-            ctx.validation_data = share_for_validation(ctx.validation_data, manager.rank, manager.world_size)
-        self._replicas = Replicas(ctx.models, self._names(ctx), self.comm_hook, process_group=self.process_group, **self.options)
-
-    def _names(self, ctx: TrainContext) -> list[str]:
-        trained = [name for name, model in ctx.models.items() if any(p.requires_grad for p in model.parameters())]
-        if self.model_keys is None:
-            return trained
-        unknown = [key for key in self.model_keys if key not in trained]
-        if unknown:
-            raise ConfigError("DDPHook wraps models that are not trained", found=", ".join(unknown), needed=", ".join(trained))
-        left = [name for name in trained if name not in self.model_keys]
-        if left:
-            raise ConfigError(
-                "a model is trained and not wrapped: its replicas would drift apart",
-                found=", ".join(left),
-                fix="add it to DDPHook(model_keys=...), or leave model_keys out",
-            )
-        return list(self.model_keys)
+        self.divide(ctx)
+        self._replicas = Replicas(ctx.models, self.names(ctx), self.comm_hook, process_group=self.process_group, **self.options)
 
     @around(TrainingSpan.MICROBATCH)
     def hold_back(self, ctx: TrainContext) -> Iterator[None]:
@@ -152,7 +105,7 @@ class DDPHook(Hook):
         assert self._replicas is not None
         self._replicas.align_buffers(ctx.manager)
 
-    def _restore(self) -> None:
+    def release(self) -> None:
         if self._replicas is not None:
             self._replicas.close()
             self._replicas = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import any_rank
+from nvalchemi.distributed.tensors import norms
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
@@ -106,9 +107,9 @@ class SpikeHook(Hook):
         """The step's loss and whether its gradients are finite, both those of all ranks together: one transfer."""
         assert ctx.loss is not None
         gradients = ctx.update.gradients()
-        numbers = [ctx.loss.total, *(torch._foreach_norm(gradients) if gradients else ())]
-        loss, *norms = torch.stack(numbers).tolist()
-        return loss, math.isfinite(sum(norms))
+        numbers = [ctx.loss.total, *(norms(gradients) if gradients else ())]
+        loss, *found = torch.stack(numbers).tolist()
+        return loss, math.isfinite(sum(found))
 
     def _skip(self, ctx: TrainContext, reason: str, losses: list[Tensor]) -> None:
         self.consecutive += 1

@@ -1,0 +1,148 @@
+"""Sharded training: a share of the model and a share of the data on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvalchemi.distributed.meta import Initialise
+from nvalchemi.distributed.shard import Sharding, Shards
+from nvalchemi.distributed.wrap import Wrap
+from nvalchemi.errors import ConfigError
+from nvalchemi.training.data_parallel import DataParallelHook
+from nvalchemi.training.hook import around, on
+from nvalchemi.training.seeds import derive_seed
+from nvalchemi.training.stages import TrainingSpan, TrainingStage
+
+if TYPE_CHECKING:
+    from nvalchemi.training.context import TrainContext
+
+logger = logging.getLogger("nvalchemi")
+
+BYTES = 16  # of a float32 parameter with its gradient and Adam's two moments
+ROOM = 20  # a model whose training state fits so many times on its device needs no sharding
+
+
+class FSDP2Hook(DataParallelHook):
+    """Train on many processes as on one, with parameters, gradients and optimizer state divided between them.
+
+    The models that are trained go through torch's ``fully_shard`` (of an :class:`~nvalchemi.models.EnergyModel` its ``net``, so that the
+    object stays the user's own) and stay sharded after the run: :func:`~nvalchemi.distributed.unsharded` gathers them for evaluation. A part
+    of the network at a time is gathered, used and freed. Losses on forces and scores work as they are: calls whose input requires a
+    gradient go through :mod:`nvalchemi.distributed.gathered`. Rank 0's first weights and buffers are everybody's. Each rank gets its share
+    of the training and validation data. Without a process group (one plain process) this hook takes no part at all.
+
+    What a loss does must be the same on all ranks, batch by batch: a sampler with a number of steps that depends on the data (NUTS, adaptive
+    integrators) belongs inside ``unsharded(model)``.
+
+    Parameters
+    ----------
+    shard
+        Over how many ranks parameters are divided, a divisor of the number of ranks: groups of so many are replicas of each other (hybrid
+        sharding). By default over all.
+    wrap
+        Which parts of a network are gathered each by itself: a class or several, a smallest number of parameters, or a function of a module.
+        By default the largest parts with at most a quarter of the parameters: see :func:`nvalchemi.distributed.wrap.units`.
+    mesh
+        A ``DeviceMesh`` of all ranks in place of ``shard``: one dimension (shards), or two (replicas, shards).
+    reshard_after_forward
+        Whether parts are freed between forward and backward, as in ``fully_shard``. It is about first-order losses; calls that are
+        differentiated again free each part in any case.
+    param_dtype, reduce_dtype, output_dtype
+        In which dtype parts are computed, gradients are summed over the ranks, and outputs are given (``MixedPrecisionPolicy``). Parameters
+        keep their own on each rank.
+    cpu_offload
+        Keep parameters, gradients and optimizer state in host memory between their uses. On a CPU that is where they are.
+    meta_init
+        How modules of a model that was built under ``torch.device("meta")`` get their first weights: ``meta_init(module)`` sets the
+        module's own parameters and buffers in place. By default ``module.reset_parameters()``. Weights follow from the strategy's
+        ``seed``, the same on any number of ranks and in one process.
+    sampler_cls, sampler_kwargs
+        How the training data are divided: see :func:`nvalchemi.data.datapipes.sharding.shard_loader`. Validation data are divided without
+        repeats, so that every sample counts once.
+
+    Raises
+    ------
+    ConfigError
+        For ranks that cannot be divided as asked, parts that cannot be sharded by themselves, learnable parameters outside the part
+        that is sharded, and data that cannot be divided.
+    TrainingError
+        Where another rank's error ended the run: naming the rank and its error.
+    """
+
+    def __init__(
+        self,
+        shard: int | None = None,
+        *,
+        wrap: Wrap = None,
+        mesh: Any = None,
+        reshard_after_forward: bool | int | None = None,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+        cpu_offload: bool = False,
+        meta_init: Initialise | None = None,
+        sampler_cls: Callable[..., Any] | None = None,
+        sampler_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(None, sampler_cls, sampler_kwargs)
+        if shard is not None and mesh is not None:
+            raise ConfigError("shard and mesh exclude each other", fix="the mesh says over how many ranks parameters are divided")
+        dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
+        for name, dtype in dtypes.items():
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigError(f"{name} is wrong", found=repr(dtype), needed="such as torch.bfloat16, or None")
+        ranks: Any = shard
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise ConfigError("shard is wrong", found=repr(shard), needed="a number of ranks, or None for all")
+        self.meta_init = meta_init
+        self.sharding = Sharding(shard, mesh, wrap, reshard_after_forward, param_dtype, reduce_dtype, output_dtype, cpu_offload)
+        self._shards: Shards | None = None
+
+    @on(TrainingStage.SETUP)
+    def wrap(self, ctx: TrainContext) -> None:
+        """Divide the data and the models."""
+        self.divide(ctx)
+        names = self.names(ctx)
+        _say_if_it_fits(ctx, names)
+        self._shards = Shards(
+            ctx.models, names, self.sharding, ctx.manager, derive_seed(ctx.cursor.seed, "weights"), self.meta_init
+        )
+        ctx.calls_communicate = True
+
+    @around(TrainingSpan.MICROBATCH)
+    def hold_back(self, ctx: TrainContext) -> Iterator[None]:
+        """Divide gradients with the step's last micro-batch."""
+        assert self._shards is not None
+        with self._shards.sync() if ctx.is_last_microbatch else self._shards.no_sync():
+            yield
+
+    @around(TrainingSpan.VALIDATION)
+    def leave_nothing(self, ctx: TrainContext) -> Iterator[None]:
+        """Free what validation gathered: whoever looks at the parameters next is to see the sharded ones."""
+        assert self._shards is not None
+        try:
+            yield
+        finally:
+            self._shards.reshard()
+
+    def release(self) -> None:
+        if self._shards is not None:
+            self._shards.close()
+            self._shards = None
+
+
+def _say_if_it_fits(ctx: TrainContext, names: list[str]) -> None:
+    if not ctx.manager.cuda or ctx.manager.rank != 0:
+        return
+    state = BYTES * sum(p.numel() for name in names for p in ctx.models[name].parameters())
+    room = torch.cuda.get_device_properties(ctx.device).total_memory
+    if state * ROOM < room:
+        logger.warning(
+            "the models' training state is about %.2g GB and the device has %.3g: DDPHook() would communicate less",
+            state / 1e9,
+            room / 1e9,
+        )
