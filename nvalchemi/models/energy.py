@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,8 @@ class EnergyModel(nn.Module):
         its batch says ``("energy", "forces", "stress")``, and the derivatives are made for it.
     force_fp32_gradient
         Compute `gradient` in float32, without autocast, whatever the dtype of ``x`` (the result has ``x``'s). The parameters must then
-        be float32. Set it on an object or a class.
+        be float32. Forces and stress of `predict` are computed without autocast, and the energy of the same call. Set it on an object or
+        a class, or by ``MixedPrecisionHook(fp32_gradients=True)``.
 
     Examples
     --------
@@ -87,12 +89,8 @@ class EnergyModel(nn.Module):
         moves = x.positions if isinstance(x, Batch) else x
         with differentiable():
             at = moves if create_graph and moves.requires_grad else leaf(moves)
-            if self.force_fp32_gradient:
-                with torch.autocast(at.device.type, enabled=False):  # the backward pass too: autocast would reach its products
-                    energy = self(_at(x, at.float()), **conditions)
-                    gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
-            else:
-                energy = self(_at(x, at), **conditions)
+            with self._gradient_precision(at.device):  # the backward pass too: autocast would reach its products
+                energy = self(_at(x, at.float() if self.force_fp32_gradient else at), **conditions)
                 gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient
 
@@ -123,7 +121,11 @@ class EnergyModel(nn.Module):
         if {"forces", "stress"}.isdisjoint(outputs):
             with torch.set_grad_enabled(graph):
                 return {"energy": self(x)} if "energy" in outputs else {}
-        return energy_and_derivatives(self, x, outputs, graph=graph)
+        with self._gradient_precision(x.positions.device):
+            return energy_and_derivatives(self, x, outputs, graph=graph)
+
+    def _gradient_precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, enabled=False) if self.force_fp32_gradient else nullcontext()
 
     def check_outputs(self, outputs: Sequence[str]) -> None:
         """Refuse names that are not among `outputs`.

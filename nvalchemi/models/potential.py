@@ -216,7 +216,8 @@ class InteratomicPotential(EnergyModel):
         if not (forces or stress):
             with torch.set_grad_enabled(graph):
                 return {"energy": self(x)} if "energy" in outputs else {}
-        energy, gradient, edges = self._energy_and_gradient(x, graph)
+        with self._gradient_precision(x.positions.device):
+            energy, gradient, edges = self._energy_and_gradient(x, graph)
         if "energy" in outputs:
             result["energy"] = energy
         if forces:

@@ -11,6 +11,7 @@ import torch
 
 from nvalchemi.distributed.collectives import any_rank
 from nvalchemi.errors import ConfigError
+from nvalchemi.models.energy import EnergyModel
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 from nvalchemi.training.update import ScaledUpdate
@@ -40,13 +41,18 @@ class MixedPrecisionHook(Hook):
     ----------
     dtype
         ``torch.bfloat16`` or ``"bf16"``; ``torch.float16`` or ``"fp16"``.
+    fp32_gradients
+        Compute gradients of energies (forces, stress, scores, samplers' gradients) without autocast, together with the energies of the
+        same calls: for forces that must be right to more than two digits. It sets ``force_fp32_gradient`` of each
+        :class:`~nvalchemi.models.EnergyModel` for the run. PaiNN then uses its derivative by hand.
     init_scale, growth_factor, backoff_factor, growth_interval
         The first loss scale and how it moves, for fp16 only: see :class:`~nvalchemi.training.update.ScaledUpdate`.
 
     Raises
     ------
     ConfigError
-        For another dtype.
+        For another dtype; for fp16 where weights are fp16 themselves, so that the scaled gradients of a step could not be brought back to
+        their size; and for ``fp32_gradients`` without an energy.
     """
 
     order = Order.COMPUTE
@@ -56,6 +62,7 @@ class MixedPrecisionHook(Hook):
         self,
         dtype: torch.dtype | str = torch.bfloat16,
         *,
+        fp32_gradients: bool = False,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -65,6 +72,7 @@ class MixedPrecisionHook(Hook):
         if chosen not in (torch.bfloat16, torch.float16):
             raise ConfigError("no precision for autocast", found=repr(dtype), needed="'bf16', 'fp16' or the torch dtype")
         self.dtype: torch.dtype = chosen
+        self.fp32_gradients = fp32_gradients
         self._scaling: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -76,7 +84,37 @@ class MixedPrecisionHook(Hook):
     def install(self, ctx: TrainContext) -> None:
         """Put the scaled update in place where the gradients are fp16's."""
         if self.dtype is torch.float16:
+            short = [f"{name}.{key}" for name in ctx.trained for key, p in ctx.models[name].named_parameters()
+                     if p.dtype is torch.float16 and p.requires_grad]  # fmt: skip
+            if short:
+                raise ConfigError(
+                    "weights are fp16 themselves, where small changes of them vanish",
+                    found=", ".join(short[:5]) + (f" and {len(short) - 5} more" if len(short) > 5 else ""),
+                    needed="float32 weights: autocast makes fp16 of them where it is of use",
+                    fix="leave out model.half()",
+                )
+            if bf16_is_native(ctx.device) and ctx.manager.rank == 0:
+                logger.warning("this device has bf16, which needs no loss scale and skips no steps: MixedPrecisionHook('bf16')")
             ctx.update = ScaledUpdate(ctx.optimizers, **self._scaling, any_rank=partial(any_rank, manager=ctx.manager))
+
+    @around(TrainingSpan.RUN)
+    def keep_gradients(self, ctx: TrainContext) -> Iterator[None]:
+        """Let energies differentiate in float32 for the run."""
+        energies = [model for model in ctx.models.values() if isinstance(model, EnergyModel)] if self.fp32_gradients else []
+        if self.fp32_gradients and not energies:
+            raise ConfigError(
+                "fp32_gradients and no energy to differentiate",
+                found=", ".join(type(model).__name__ for model in ctx.models.values()),
+                needed="an EnergyModel",
+            )
+        before = [model.force_fp32_gradient for model in energies]
+        for model in energies:
+            model.force_fp32_gradient = True
+        try:
+            yield
+        finally:
+            for model, value in zip(energies, before, strict=True):
+                model.force_fp32_gradient = value
 
     @around(TrainingSpan.FORWARD)
     def cast(self, ctx: TrainContext) -> Iterator[None]:
@@ -96,3 +134,8 @@ class MixedPrecisionHook(Hook):
         if isinstance(ctx.update, ScaledUpdate):
             ctx.metrics["loss_scale"] = ctx.update.scale
             logger.warning("step after %d skipped: %s; loss scale now %g", ctx.progress.step, ctx.skip_reason, ctx.update.scale)
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether an accelerator computes in bf16 as fast as in fp16."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from nvalchemi.ebm.losses import DenoisingScoreMatching
 from nvalchemi.errors import ConfigError
-from nvalchemi.training import OptimizerConfig, ScaledUpdate, TrainingStage, Update, on
-from nvalchemi.training.hooks import EMAHook, MixedPrecisionHook, SpikeHook
+from nvalchemi.models import EnergyModel
+from nvalchemi.training import OptimizerConfig, ScaledUpdate, TrainingStage, TrainingStrategy, Update, on
+from nvalchemi.training.hooks import EMAHook, MixedPrecisionHook, SpikeHook, precision
+from tests.training.hooks import test_with_a_potential as potentials
 from tests.training.hooks.runs import ADAM, SGD, batches, linear, network, rows, strategy, weight_row
 
 
@@ -152,6 +155,71 @@ def test_forces_under_bf16_are_close_to_the_true_ones():
         energy, rough = model(x)
     assert energy.dtype == torch.float64
     assert ((rough - exact).norm() / exact.norm()).item() < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_forces_are_as_of_float32_where_asked_for(dtype):
+    """Those of a potential in training, with the energies of the same calls; the model's own setting comes back."""
+    found, kinds = {}, []
+
+    def forward(model, batch):
+        result = model.predict(batch, ("energy", "forces"))
+        kinds.append(torch.is_autocast_enabled("cpu"))
+        return result
+
+    for name, hooks in {
+        "float32": [],
+        "short": [MixedPrecisionHook(dtype, init_scale=4.0)],
+        "asked": [MixedPrecisionHook(dtype, init_scale=4.0, fp32_gradients=True)],
+    }.items():
+        model = potentials.potential()
+        potentials.strategy(model, hooks, num_steps=1, training_fn=forward, optimizer_configs=SGD).run(potentials.loader())
+        found[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert model.force_fp32_gradient is False
+    assert kinds == [False, True, True]
+    scale = found["float32"].abs().max()
+    assert (found["asked"] - found["float32"]).abs().max() < 1e-4 * scale
+    assert (found["short"] - found["float32"]).abs().max() > 1e-4 * scale
+
+
+def test_scores_are_as_of_float32_where_asked_for():
+    class Energy(EnergyModel):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 1))
+
+        def forward(self, x):
+            return self.net(x).squeeze(-1)
+
+    found = []
+    for hooks in ([], [MixedPrecisionHook("bf16", fp32_gradients=True)], [MixedPrecisionHook("bf16")]):
+        model = Energy()
+        TrainingStrategy(models=model, optimizer_configs=SGD, loss_fn=DenoisingScoreMatching(model, noise_scale=0.3), num_steps=1,
+                         hooks=hooks).run([x for x, _ in batches()])  # fmt: skip
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(found[0], found[2], rtol=1e-5, atol=1e-7)
+
+
+def test_there_must_be_an_energy_to_differentiate():
+    with pytest.raises(ConfigError, match=r"no energy to differentiate.*Sequential"):
+        strategy(network(), [MixedPrecisionHook(fp32_gradients=True)]).run(batches())
+
+
+def test_weights_in_fp16_are_refused():
+    model = nn.Linear(3, 1).half()
+    with pytest.raises(ConfigError, match=r"weights are fp16 themselves.*model\.weight, model\.bias.*half"):
+        strategy(model, [MixedPrecisionHook("fp16")]).run(batches())
+
+
+def test_fp16_where_bf16_is_native_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(precision, "bf16_is_native", lambda device: True)
+    with caplog.at_level(logging.WARNING, "nvalchemi"):
+        strategy(network(), [MixedPrecisionHook("bf16")], num_steps=1).run(batches())
+        assert "this device has bf16" not in caplog.text
+        strategy(network(), [MixedPrecisionHook("fp16", init_scale=8.0)], num_steps=1).run(batches())
+    assert "this device has bf16" in caplog.text and "MixedPrecisionHook('bf16')" in caplog.text
 
 
 def test_the_claim_is_exclusive():
