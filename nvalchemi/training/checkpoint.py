@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from nvalchemi import __version__
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, position
+from nvalchemi.training.background import HostCopies, PendingSave
 from nvalchemi.training.context import TrainContext
-from nvalchemi.training.finite import check_weights
+from nvalchemi.training.finite import check_copies, check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
 from nvalchemi.training.optimizer_state import load_named_state, named_state
@@ -40,24 +42,47 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
     """
     check_weights(ctx.optimizers, ctx.progress.step)
     files, facts = files_of(*gather(ctx), ctx.manager)
-    manifest = {
+    try:
+        return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
+        raise layout.not_written(directory, error) from error
+
+
+def save_behind(ctx: TrainContext, directory: str | PathLike[str], copies: HostCopies, after: Callable[[], None]) -> PendingSave:
+    """As :func:`save`, of copies of the state and by a thread; what goes wrong there is raised by the result's ``settle()``.
+
+    Parameters
+    ----------
+    copies
+        Where the copies are; none of them may be in use by an earlier save.
+    after
+        Called on rank 0, by the thread, when the checkpoint has appeared.
+    """
+    files, facts = files_of(*gather(ctx), ctx.manager, copies)
+    weights = {
+        json.dumps(["models", name, plain_name(ctx.models[name], key)])
+        for name in ctx.trained
+        for key, parameter in ctx.models[name].named_parameters()
+        if parameter.requires_grad
+    }
+    check = partial(check_copies, copies.taken(weights), ctx.progress.step)
+    try:
+        return PendingSave(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager, check=check, after=after)
+    except OSError as error:
+        raise layout.not_written(directory, error) from error
+
+
+def manifest(ctx: TrainContext) -> dict[str, Any]:
+    """What a checkpoint says of itself, beside its files."""
+    return {
         "library": __version__,
         "progress": ctx.progress.state_dict(),
         "metrics": ctx.validation,
         "world_size": ctx.manager.world_size,
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **facts,
     }
-    try:
-        return write(Path(directory), files, manifest, ctx.manager)
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
-        raise CheckpointError(
-            f"the checkpoint could not be written to {directory}",
-            found=str(error).splitlines()[0],
-            fix="free space or fix the permission; nothing is lost",
-        ) from error
 
 
 def gather(ctx: TrainContext) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,3 +84,9 @@ def check_weights(optimizers: Mapping[str, torch.optim.Optimizer], step: int) ->
             raise TrainingError(
                 f"the weights of optimizer '{name}' are not finite after step {step}", needed="finite gradients", fix=FIX
             )
+
+
+def check_copies(weights: Iterable[Tensor], step: int) -> None:
+    """As `check_weights`, of copies of what this rank has of the weights."""
+    if not all_finite(weights):
+        raise TrainingError(f"the weights after step {step} are not finite", needed="finite gradients", fix=FIX)

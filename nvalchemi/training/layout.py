@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ SHARED = "shared.pt"
 INDEX = "index.json"
 
 logger = logging.getLogger("nvalchemi")
+
+_open: set[Path] = set()  # the hidden folders that this process is writing
 
 
 def rank_file(rank: int) -> str:
@@ -150,8 +153,9 @@ def begin(directory: Path) -> Path:
     """Make the hidden folder in which a checkpoint of ``directory`` is written, and clear away what a broken save left."""
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
-    temporary = directory / f".writing-{os.getpid()}"
+    temporary = next(path for n in count() if not (path := directory / f".writing-{n}-{os.getpid()}").exists())
     temporary.mkdir()
+    _open.add(temporary)
     return temporary
 
 
@@ -173,6 +177,7 @@ def finish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Any
     _sync(temporary)
     path = _free_name(directory, int(manifest["progress"]["step"]))
     os.rename(temporary, path)
+    _open.discard(temporary)
     _sync(directory)
     return path
 
@@ -180,6 +185,16 @@ def finish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Any
 def discard(temporary: Path) -> None:
     """Remove the hidden folder of a save that failed."""
     shutil.rmtree(temporary, ignore_errors=True)
+    _open.discard(temporary)
+
+
+def not_written(directory: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """What is said where the disk refuses."""
+    return CheckpointError(
+        f"the checkpoint could not be written to {directory}",
+        found=str(error).splitlines()[0],
+        fix="free space or fix the permission; nothing is lost",
+    )
 
 
 def prune(directory: Path, keep_last: int | None, keep_best: int | None = None, metric: str = "loss", mode: str = "min") -> None:
@@ -228,7 +243,8 @@ def _free_name(directory: Path, step: int) -> Path:
 def _sweep(directory: Path) -> None:
     for path in directory.glob(".writing-*"):
         pid = path.name.rpartition("-")[2]
-        if pid == str(os.getpid()) or not (pid.isdigit() and _alive(int(pid))):
+        mine = pid == str(os.getpid()) and path not in _open
+        if mine or not (pid.isdigit() and _alive(int(pid))):
             logger.warning("removed %s, left by a save that did not finish", path)
             shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(".trash-*"):

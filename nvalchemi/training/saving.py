@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,28 @@ from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.shards import divide, needs_division
 from nvalchemi.training.tensor_file import write_tensors
 
+if TYPE_CHECKING:
+    from nvalchemi.training.background import HostCopies
+
 Writer = Callable[[Path], Any]
 """Writes a file of a checkpoint; gives a dict of its size and checksum where it knows them."""
 
 
-def files_of(shared: dict[str, Any], own: dict[str, Any], manager: Manager) -> tuple[dict[str, Writer], dict[str, Any]]:
+def files_of(
+    shared: dict[str, Any], own: dict[str, Any], manager: Manager, copies: HostCopies | None = None
+) -> tuple[dict[str, Writer], dict[str, Any]]:
     """The files that this rank writes, by name, and what the manifest says of them; all ranks must call.
 
     One process writes a state as it is. Otherwise its tensors go into a file a rank, each tensor or part of one once.
+
+    Parameters
+    ----------
+    shared, own
+        What all ranks share, and what is this rank's own.
+    manager
+        Who the ranks are.
+    copies
+        Makes copies, so that the files can be written while the state changes.
 
     Raises
     ------
@@ -33,12 +47,19 @@ def files_of(shared: dict[str, Any], own: dict[str, Any], manager: Manager) -> t
         Where a state holds something that is no plain data.
     """
     together(lambda: check_states(shared, own), manager)
+    if copies is not None:
+        own = copies.take_all(own, "own")
     files: dict[str, Writer] = {layout.rank_file(manager.rank): partial(torch.save, own)}
-    if not needs_division(shared, manager):
+    # From a thread a file of tensors is written better than one of torch's: most of the time without Python's lock.
+    if copies is None and not needs_division(shared, manager):
         return files | {layout.SHARED: partial(torch.save, shared)}, {}
     division = divide(shared, manager, layout.shard_file)
-    if division.entries:
-        files[layout.shard_file(manager.rank)] = partial(write_tensors, entries=division.entries)
+    entries = division.entries
+    if copies is not None:
+        entries = [entry._replace(get=partial(_same, copies.take(entry.name, entry.get()))) for entry in entries]
+        copies.finish()
+    if entries:
+        files[layout.shard_file(manager.rank)] = partial(write_tensors, entries=entries)
     if manager.rank == 0:
         files[layout.SHARED] = partial(torch.save, division.plain)
         files[layout.INDEX] = partial(_write_json, division.index)
@@ -65,8 +86,12 @@ def write(directory: Path, files: Mapping[str, Writer], manifest: Mapping[str, A
         raise
 
 
-def _write_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value, separators=(",", ":")))
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _write_json(value: Callable[[], Any], path: Path) -> None:
+    path.write_text(json.dumps(value(), separators=(",", ":")))
 
 
 def check_states(*states: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ class Division:
     plain
         The state with ``None`` in place of each tensor.
     index
-        Where each tensor is; plain data, the same on all ranks.
+        Gives where each tensor is; plain data, the same on all ranks.
     entries
         What this rank writes.
     meshes
@@ -43,7 +43,7 @@ class Division:
     """
 
     plain: Any
-    index: list[dict[str, Any]]
+    index: Callable[[], list[dict[str, Any]]]
     entries: list[Entry]
     meshes: list[dict[str, Any]]
 
@@ -69,10 +69,35 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Divis
     CheckpointError
         Where the ranks' parts do not make up a tensor.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner  # slow to import
-
     tensors = {json.dumps(path): tensor for path, tensor in tensors_of(state)}
     same = broadcast(_shared(tensors), manager)
+    blocks: dict[str, list[list[Any]]] = {}
+    entries = []
+    for rank, key, part in _plan(tensors, same, manager):
+        name = key if not any(part.starts) else f"{key}@{','.join(map(str, part.starts))}"
+        blocks.setdefault(key, []).append([file_of(rank), name, list(part.starts), list(part.sizes)])
+        if rank == manager.rank:
+            here = local(tensors[key]).detach()
+            entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
+    kinds = {key: (_code(tensor.dtype), tensor.shape) for key, tensor in tensors.items()}
+
+    def index() -> list[dict[str, Any]]:
+        return [
+            {"path": json.loads(key), "dtype": code, "shape": list(shape), "blocks": blocks[same.get(key, key)]}
+            for key, (code, shape) in kinds.items()
+        ]
+
+    meshes = [mesh for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None]
+    return Division(without_tensors(state), index, entries, [m for i, m in enumerate(meshes) if m not in meshes[:i]])
+
+
+def _plan(tensors: Mapping[str, Tensor], same: Mapping[str, str], manager: Manager) -> Iterator[tuple[int, str, Part]]:
+    """Which rank writes which block of which tensor, those left out that are the same as another."""
+    if not manager.distributed and not any(map(is_sharded_tensor, tensors.values())):
+        yield from ((manager.rank, key, part_here(tensor)) for key, tensor in tensors.items() if key not in same)
+        return
+    from torch.distributed.checkpoint import DefaultSavePlanner  # slow to import
+
     # Rank 0's of what all have: running means differ between ranks until the next forward sends rank 0's to all.
     planner: Any = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
 
@@ -92,25 +117,11 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Divis
         plans, _ = planner.create_global_plan(list(own_plans))
     except ValueError as error:
         raise CheckpointError("the ranks' parts do not make up the state", found=str(error)[:300]) from None
-    blocks: dict[str, list[list[Any]]] = {}
-    entries = []
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            key, chunk = item.index.fqn, item.tensor_data.chunk
-            part = Part(tuple(chunk.offsets), tuple(chunk.sizes))
-            if math.prod(part.sizes) == 0 and math.prod(item.tensor_data.size) > 0:
-                continue
-            name = key if not any(part.starts) else f"{key}@{','.join(map(str, part.starts))}"
-            blocks.setdefault(key, []).append([file_of(rank), name, list(part.starts), list(part.sizes)])
-            if rank == manager.rank:
-                here = local(tensors[key]).detach()
-                entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
-    index = [
-        {"path": json.loads(key), "dtype": _code(tensor), "shape": list(tensor.shape), "blocks": blocks[same.get(key, key)]}
-        for key, tensor in tensors.items()
-    ]
-    meshes = [mesh for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None]
-    return Division(without_tensors(state), index, entries, [m for i, m in enumerate(meshes) if m not in meshes[:i]])
+            part = Part(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+            if math.prod(part.sizes) or not math.prod(item.tensor_data.size):
+                yield rank, item.index.fqn, part
 
 
 class SavedTensor:
@@ -247,19 +258,20 @@ def without_tensors(state: Any) -> Any:
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Of tensors that are the same memory under several names, as tied weights are: which other name each goes by."""
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
     same = {}
     for key, tensor in tensors.items():
-        here = local(tensor).detach()
+        here = local(tensor)
         if here.numel():
-            whose = (here.data_ptr(), here.dtype, here.device, tuple(here.shape), here.stride(), tuple(tensor.shape))
-            if first.setdefault(whose, key) != key:
-                same[key] = first[whose]
+            other, there = first.setdefault((here.data_ptr(), here.shape), (key, here))
+            alike = there.dtype == here.dtype and there.stride() == here.stride() and there.device == here.device
+            if other is not key and alike and tensors[other].shape == tensor.shape:
+                same[key] = other
     return same
 
 
-def _code(tensor: Tensor) -> str:
+def _code(wanted: torch.dtype) -> str:
     for code, dtype in DTYPES.items():
-        if dtype == tensor.dtype:
+        if dtype == wanted:
             return code
-    raise CheckpointError("a tensor of the state has a dtype that no file can hold", found=tensor.dtype, needed=", ".join(DTYPES))
+    raise CheckpointError("a tensor of the state has a dtype that no file can hold", found=wanted, needed=", ".join(DTYPES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
 from nvalchemi.data.datapipes.sharding import shard_loader
+from nvalchemi.distributed import barrier
 from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
-from nvalchemi.training import Every, Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, checkpoint, on
+from nvalchemi.training import Every, Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, checkpoint, layout, on
 from nvalchemi.training.cursor import Cursor
 from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook
 
@@ -63,7 +65,16 @@ def squared(prediction: Tensor, batch: Any) -> Tensor:
     return (prediction - batch[:, 5:]).square().mean()
 
 
-def train(manager: Any, how: str, folder: str, steps: int, resume_from: str | None = None, every: int = 2, seed: int = 1) -> Any:
+def train(
+    manager: Any,
+    how: str,
+    folder: str,
+    steps: int,
+    resume_from: str | None = None,
+    every: int = 2,
+    seed: int = 1,
+    behind: bool = False,
+) -> Any:
     """Train up to ``steps`` steps; gives the whole of what all ranks share, before the first step of this run and after the last."""
     seen: dict[str, Any] = {}
 
@@ -72,7 +83,7 @@ def train(manager: Any, how: str, folder: str, steps: int, resume_from: str | No
         seen["start"] = whole(checkpoint.gather(ctx)[0])
 
     hook = HOOKS[how]
-    hooks: list[Any] = [EMAHook(0.9), CheckpointHook(folder, Every(steps=every), keep_last=None), at_start]
+    hooks: list[Any] = [EMAHook(0.9), CheckpointHook(folder, Every(steps=every), keep_last=None, async_save=behind), at_start]
     strategy = TrainingStrategy(
         models=Tied(seed),
         optimizer_configs=OptimizerConfig(
@@ -140,3 +151,27 @@ def with_a_hook_that_holds(manager: Any, folder: str, what: str) -> Any:
     except Exception as error:  # noqa: BLE001 - told to the test
         return f"{type(error).__name__}: {error}", sorted(p.name for p in Path(folder).iterdir()) if Path(folder).exists() else []
     return None
+
+
+def behind(manager: Any, folder: str, late: int | None, broken: int | None) -> Any:
+    """A run that saves while it goes on, where one rank writes late, or cannot write the first checkpoint; what is there then."""
+    write, left = layout.write_file, [0]
+
+    def written(path: Path, writer: Any) -> Any:
+        left[0] += 1
+        if manager.rank == late:
+            time.sleep(0.3)
+        if manager.rank == broken and left[0] == 2:
+            raise OSError(28, "No space left on device")
+        return write(path, writer)
+
+    layout.write_file = written
+    error = None
+    try:
+        train(manager, "sharded", folder, 6, behind=True)
+    except Exception as raised:  # noqa: BLE001 - told to the test
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        layout.write_file = write
+    barrier(manager)
+    return error, sorted(path.name for path in Path(folder).iterdir())

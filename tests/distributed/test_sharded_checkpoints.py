@@ -149,6 +149,31 @@ def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(ranks: Any, tmp_pa
         assert left == []
 
 
+def test_a_save_behind_the_run_is_a_save(ranks: Any, tmp_path: Any, saved: Any) -> None:
+    for how in ("sharded", "replicated"):
+        path, _ = saved[how]
+        ranks.call(f"{CASES}:train", how, str(tmp_path / how), 4, None, 2, 1, True)
+        expected, found = (
+            placed(reading.read_shared(one))
+            for one in (layout.read(Path(path)), layout.latest(tmp_path / how))
+            if one is not None
+        )
+        assert list(state_differences(expected, found)) == []
+        assert sorted(p.name for p in (tmp_path / how).iterdir()) == ["step-00000002", "step-00000004"]
+
+
+WHOLE = ["step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize(("late", "broken"), [(0, None), (1, None), (None, 0), (None, 1), (0, 1)])
+def test_ranks_write_in_their_own_time(ranks: Any, tmp_path: Any, late: int | None, broken: int | None) -> None:
+    """Where one cannot, no checkpoint appears, and all ranks end with the reason."""
+    for error, left in ranks.call(f"{CASES}:behind", str(tmp_path), late, broken):
+        assert left == (WHOLE if broken is None else [])
+        assert (error is None) == (broken is None)
+        assert error is None or ("could not" in error and "No space left" in error)
+
+
 @pytest.mark.slow
 def test_two_ranks_then_four_then_one(ranks: Any, tmp_path: Any, saved: Any) -> None:
     path, expected = saved["sharded"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import checkpoint, layout
-from nvalchemi.training.hook import Every, PeriodicHook, on
-from nvalchemi.training.stages import Order, TrainingStage
+from nvalchemi.training.background import HostCopies, PendingSave
+from nvalchemi.training.hook import Every, PeriodicHook, around, on
+from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -35,12 +37,17 @@ class CheckpointHook(PeriodicHook):
         How many of the best to keep besides, by the last validation before each save; ``None`` keeps none for its score.
     metric, mode
         The validation metric that ranks them, and whether less (``"min"``) or more (``"max"``) is better.
+    async_save
+        Training waits only until the state is copied to host memory, which a thread then writes. The copy takes as much memory as the
+        state, and is kept for the next one. The run waits for a save before it begins the next, and before it ends.
 
     Raises
     ------
     ConfigError
         For settings that cannot work; at the start of a run that does not resume, where the folder already holds checkpoints; and
         at a save, where ``metric`` is not among the validation's.
+    CheckpointError
+        Where the disk refuses; with ``async_save`` at the next save or at the end of the run.
     """
 
     order = Order.SAVE
@@ -54,6 +61,7 @@ class CheckpointHook(PeriodicHook):
         keep_best: int | None = None,
         metric: str = "loss",
         mode: Literal["min", "max"] = "min",
+        async_save: bool = False,
     ) -> None:
         super().__init__(Every(epochs=1) if every is None else every)
         if (keep_last is not None and keep_last < 1) or (keep_best is not None and keep_best < 1) or mode not in ("min", "max"):
@@ -64,6 +72,9 @@ class CheckpointHook(PeriodicHook):
             )
         self.checkpoint_dir = Path(directory)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self.async_save = async_save
+        self._copies: HostCopies | None = None
+        self._pending: PendingSave | None = None
         self._saved: tuple[int, int] | None = None
         self._scored: dict[str, float] | None = None
 
@@ -92,10 +103,28 @@ class CheckpointHook(PeriodicHook):
                 found=", ".join(sorted(ctx.validation)) or "no metrics",
                 fix="name one of those as CheckpointHook(metric=...)",
             )
-        checkpoint.save(ctx, self.checkpoint_dir)
+        prune = partial(layout.prune, self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+        if self.async_save:
+            self.settle()
+            self._copies = self._copies or HostCopies()
+            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._copies, prune)
+        else:
+            checkpoint.save(ctx, self.checkpoint_dir)
+            if ctx.manager.rank == 0:
+                prune()
         self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
-        if ctx.manager.rank == 0:
-            layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is there; all ranks must call.
+
+        Raises
+        ------
+        CheckpointError
+            Where it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
 
     @on(TrainingStage.TRAINING_END)
     def last(self, ctx: TrainContext) -> None:
@@ -103,6 +132,17 @@ class CheckpointHook(PeriodicHook):
         now = place(ctx.progress.state_dict())
         if ctx.progress.samples and (self._saved != now or self._scored != ctx.validation):
             self.act(ctx)
+        self.settle()
+
+    @around(TrainingSpan.RUN)
+    def finish(self, ctx: TrainContext) -> Iterator[None]:
+        """After an error too, what is being written is whole or gone when the run is left; the copies are let go."""
+        try:
+            yield
+        finally:
+            pending, self._pending, self._copies = self._pending, None, None
+            if pending is not None:
+                pending.close()
 
 
 def place(progress: Mapping[str, int]) -> tuple[int, int]:

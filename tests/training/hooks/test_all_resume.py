@@ -39,7 +39,10 @@ CLOCKS = ("hooks.time_budget.elapsed",)
 #: hook -> the hook lists (of a folder) with which a run must resume bit for bit
 CASES = {
     ActivationCheckpointHook: [lambda folder: [ActivationCheckpointHook(torch.nn.Linear)]],
-    CheckpointHook: [lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)]],
+    CheckpointHook: [
+        lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=3), keep_last=2, keep_best=1)],
+        lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=2), keep_last=2, async_save=True)],
+    ],
     CompileHook: [lambda folder: [CompileHook(backend="eager")]],
     DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
     FSDP2Hook: [lambda folder: [FSDP2Hook()]],

@@ -1,0 +1,209 @@
+"""A checkpoint written while training goes on: from copies in host memory, by a thread, without a collective.
+
+Each rank's thread writes the rank's files and, last, a note that says so. Rank 0's thread waits for the notes of all and lets the
+checkpoint appear. The ranks' main threads talk to each other only before (the folder) and after (:meth:`PendingSave.settle`): a
+collective of a thread beside those of the training would make ranks wait for each other in unlike orders.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvalchemi.distributed import Manager
+from nvalchemi.errors import CheckpointError, NvalchemiError
+from nvalchemi.training import layout
+from nvalchemi.training.agreement import first_rank, together
+
+logger = logging.getLogger("nvalchemi")
+
+_POLL = 0.02  # seconds between looks at the notes of other ranks
+_SIGN_OF_LIFE = 30.0  # seconds between lines in the log while a save is waited for
+_PATIENCE = 600.0  # seconds for a folder to show what another rank has written there
+_GRACE = 30.0  # the same, where the run has failed and ranks may be gone
+
+
+class HostCopies:
+    """Copies of tensors in host memory, whose space is used again for the next ones; page-locked for those of a GPU."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._used: dict[str, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``, valid after :meth:`finish` and up to the next :meth:`take` of that name."""
+        copy = self._kept.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copy.copy_(tensor.detach(), non_blocking=True)
+        if tensor.is_cuda:
+            self._devices.add(tensor.device)
+        self._used[name] = copy
+        return copy
+
+    def take_all(self, state: Any, name: str) -> Any:
+        """A state with a copy of each tensor."""
+        if isinstance(state, Tensor):
+            return self.take(name, state)
+        if isinstance(state, Mapping):
+            return {key: self.take_all(value, f"{name}/{key}") for key, value in state.items()}
+        if isinstance(state, (list, tuple)):
+            return type(state)(self.take_all(value, f"{name}/{i}") for i, value in enumerate(state))
+        return state
+
+    def finish(self) -> None:
+        """Wait until all copies are there, and let go of the space of tensors that were not taken this time."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._kept, self._used, self._devices = self._used, {}, set()
+
+    def taken(self, names: Collection[str]) -> list[Tensor]:
+        """The latest copies, finished, of the tensors of these names, or of the blocks of them that were taken."""
+        return [copy for name, copy in self._kept.items() if name[: name.rfind("]") + 1] in names]
+
+
+class PendingSave:
+    """A checkpoint that is being written. All ranks make one together.
+
+    Parameters
+    ----------
+    directory
+        The folder of the checkpoints.
+    files
+        What this rank writes: by name, a function of the path.
+    manifest
+        What the checkpoint says of itself.
+    manager
+        Who the ranks are.
+    check
+        Raises where the state is not worth keeping; called before anything is written.
+    after
+        Called on rank 0 when the checkpoint has appeared.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, Callable[[Path], Any]],
+        manifest: Mapping[str, Any],
+        manager: Manager,
+        *,
+        check: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._files, self._manifest, self._manager = files, manifest, manager
+        self._check, self._after = check, after
+        self.temporary = first_rank(lambda: layout.begin(directory), manager)
+        self._written, self._given_up = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="nvalchemi-save", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until the checkpoint is there; all ranks must call.
+
+        Raises
+        ------
+        CheckpointError, TrainingError
+            On all ranks, where one could not write its part or the state is not worth keeping.
+        """
+        try:
+            together(lambda: self._wait(self._written), self._manager)
+            first_rank(self._join, self._manager)
+        finally:
+            self._given_up.set()
+            self._thread.join()
+
+    def close(self) -> None:
+        """After an error in the run: let the save come to its end where it can, without any other rank's word."""
+        self._written.wait()
+        self._thread.join(_GRACE)
+        self._given_up.set()
+        self._thread.join()
+        if self._error is not None:
+            logger.warning("the checkpoint that was being written is lost: %s", self._error)
+
+    def _wait(self, event: threading.Event) -> None:
+        begun = time.monotonic()
+        while not event.wait(_SIGN_OF_LIFE):
+            logger.info("the checkpoint is still being written to %s, for %.0f s now", self.temporary, time.monotonic() - begun)
+        self._raise()
+
+    def _join(self) -> None:
+        self._thread.join(_PATIENCE)
+        self._given_up.set()
+        self._thread.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        if isinstance(self._error, NvalchemiError):
+            raise self._error
+        if self._error is not None:
+            raise layout.not_written(self.temporary.parent, self._error) from self._error
+
+    def _run(self) -> None:
+        rank = self._manager.rank
+        try:
+            try:
+                self._check()
+                entries = {name: layout.write_file(self.temporary / name, writer) for name, writer in self._files.items()}
+                self._note(rank, {"files": entries})
+            except Exception as error:
+                self._error = error
+                self._note(rank, {"error": f"{type(error).__name__}: {error}"})
+                raise
+            finally:
+                self._written.set()
+            if rank == 0:
+                layout.finish(self.temporary, self._manifest, self._notes_of_all())
+                self._after()
+        except Exception as error:  # noqa: BLE001 - raised where the main thread settles
+            self._error = error
+            if rank == 0:
+                self._wait_for_notes()
+                layout.discard(self.temporary)
+
+    def _note(self, rank: int, note: Mapping[str, Any]) -> None:
+        path = self._note_of(rank)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(note))
+        os.replace(part, path)
+
+    def _notes_of_all(self) -> dict[str, Any]:
+        """The entries of all ranks' files, once their notes are there; the notes are removed."""
+        absent = self._wait_for_notes()
+        if absent is not None:
+            raise CheckpointError(
+                "a rank has not written its part of the checkpoint, or rank 0 does not see it",
+                needed=f"{absent}, in a folder that all ranks see",
+            )
+        entries: dict[str, Any] = {}
+        for rank in range(self._manager.world_size):
+            path = self._note_of(rank)
+            note = json.loads(path.read_text())
+            if "error" in note:
+                raise CheckpointError(f"rank {rank} could not write its part of the checkpoint", found=note["error"])
+            entries.update(note["files"])
+            path.unlink()
+        return entries
+
+    def _wait_for_notes(self) -> Path | None:
+        """Wait until every rank has done with its part; the first note that is not there, where it is no use to wait any longer."""
+        for path in map(self._note_of, range(self._manager.world_size)):
+            while not path.exists():
+                if self._given_up.wait(_POLL):
+                    return path
+        return None
+
+    def _note_of(self, rank: int) -> Path:
+        return self.temporary / f"written-{rank:05d}.json"
