@@ -44,7 +44,7 @@ def holds_shards(module: nn.Module) -> bool:
 
 def lowest_units(net: nn.Module) -> list[nn.Module]:
     """The parts of ``net`` that went through ``fully_shard`` and hold no other such part."""
-    return [module for module in net.modules() if _is_unit(module) and not any(_is_unit(m) for m in _below(module))]
+    return [module for module in net.modules() if is_unit(module) and not any(is_unit(m) for m in _below(module))]
 
 
 def is_redirected(module: nn.Module) -> bool:
