@@ -135,21 +135,21 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
     ctx.flags_before = before
     if strategy.validation_config is not None:
         ctx.validation_data = strategy.validation_config.validation_data
-    if strategy.init_from is not None:
-        checkpoint.load_weights(ctx, strategy.init_from)
-    for name, model in models.items():  # last: an error up to here leaves the models as they were
+    for name, model in models.items():
         model.train(name in trained)
         if name not in trained:
             model.requires_grad_(False)
     return ctx
 
 
-def materialise_models(ctx: TrainContext, hooks: Iterable[Any], seed: int) -> None:
-    """Give models on the meta device that no hook has sharded their memory and first weights."""
+def first_weights(ctx: TrainContext, strategy: TrainingStrategy) -> None:
+    """Give models on the meta device that no hook has sharded their memory and weights; take weights from a checkpoint where asked to."""
     for model in ctx.models.values():
         if is_on_meta(model):
-            chosen = [h.meta_init for h in hooks if isinstance(h, Hook) and h.meta_init is not None]
-            materialise(model, ctx.device, derive_seed(seed, "weights"), chosen[0] if chosen else None)
+            chosen = [h.meta_init for h in strategy.hooks if isinstance(h, Hook) and h.meta_init is not None]
+            materialise(model, ctx.device, derive_seed(strategy.seed, "weights"), chosen[0] if chosen else None)
+    if strategy.init_from is not None:
+        checkpoint.load_weights(ctx, strategy.init_from)
 
 
 def build_optimizers(ctx: TrainContext, configs: Any) -> None:

@@ -18,7 +18,7 @@ from nvalchemi.training.division import DivisionReport
 from nvalchemi.training.finite import FiniteHook
 from nvalchemi.training.hook import Hook
 from nvalchemi.training.optimizers import OptimizerConfigs
-from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end, materialise_models
+from nvalchemi.training.setup import begin, build_optimizers, check_declaration, check_run, end, first_weights
 from nvalchemi.training.skips import LateSkips
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.streams import OwnStreams
@@ -103,7 +103,7 @@ class TrainingStrategy:
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader
-                materialise_models(ctx, self.hooks, self.seed)
+                first_weights(ctx, self)
                 build_optimizers(ctx, self.optimizer_configs)
                 ctx.update = Update(ctx.optimizers)
                 hooks.fire(TrainingStage.BUILT, ctx)  # mixed precision replaces the update; EMA clones the weights

@@ -10,32 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
-from nvalchemi.data.datapipes.sharding import shard_loader
 from nvalchemi.distributed import barrier
 from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
-from nvalchemi.training import Every, Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, checkpoint, layout, on
-from nvalchemi.training.cursor import Cursor
-from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook
-
-
-class Shard(Hook):
-    """Divide the data, and each linear layer and the rest of the model, between the ranks."""
-
-    order = Order.WRAP
-    claims = frozenset({"data_parallel"})
-    name = "shard"
-
-    @on(TrainingStage.SETUP)
-    def shard(self, ctx: Any) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (ctx.manager.world_size,), mesh_dim_names=("shard",))
-        loader = shard_loader(ctx.cursor.loader, ctx.manager.rank, ctx.manager.world_size)
-        ctx.cursor = Cursor(loader, ctx.cursor.device, ctx.cursor.seed)
-        for model in ctx.models.values():
-            fully_shard(model[0], mesh=mesh)
-            fully_shard(model, mesh=mesh)
+from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, checkpoint, layout, on
+from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, FSDP2Hook
 
 
 class Tied(nn.Sequential):
@@ -50,7 +28,7 @@ class Tied(nn.Sequential):
         self.register_buffer("offset", torch.tensor(0.25))
 
 
-HOOKS: dict[str, Any] = {"sharded": Shard, "replicated": DDPHook, "alone": None}
+HOOKS: dict[str, Any] = {"sharded": FSDP2Hook, "replicated": DDPHook, "alone": None}
 
 
 def data() -> InMemoryDataset:

@@ -1,6 +1,6 @@
 """Losses of energy-based models: each holds its model, and works alone and under a strategy."""
 
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss, ScoreLoss
 from nvalchemi.ebm.losses.contrastive import ContrastiveDivergence
 from nvalchemi.ebm.losses.denoising import DenoisingScoreMatching
 from nvalchemi.ebm.losses.discrepancy import EnergyDiscrepancy
@@ -21,6 +21,7 @@ __all__ = [
     "NoiseContrastiveEstimation",
     "NoiseDistribution",
     "ScalarEnergyLoss",
+    "ScoreLoss",
     "ScoreMatching",
     "SlicedScoreMatching",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
@@ -25,6 +25,30 @@ class ScalarEnergyLoss(ModelLoss):
                 fix="derive the energy from EnergyModel and put its network into self.net",
             )
         super().__init__(model)
+
+
+class ScoreLoss(ScalarEnergyLoss):
+    """A loss of an energy's score, the gradient by its input.
+
+    Parameters
+    ----------
+    model
+        The energy.
+    use_autograd, functional_model
+        Two settings of other libraries, which choose there how the score of a sharded energy is made. Here there is one way for sharded and
+        whole energies, so they change nothing.
+
+    Raises
+    ------
+    ConfigError
+        For a ``functional_model`` that is no module.
+    """
+
+    def __init__(self, model: EnergyModel, *, use_autograd: bool = True, functional_model: nn.Module | None = None) -> None:
+        super().__init__(model)
+        template: Any = functional_model
+        if template is not None and not isinstance(template, nn.Module):
+            raise ConfigError("functional_model is no module", found=type(template).__name__, fix="leave it out")
 
 
 def check_energy(energy: Tensor, samples: int) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from nvalchemi.data import Batch
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.base import ScoreLoss
 from nvalchemi.ebm.samples import centred, moved, normal_like, positions, spread, total
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
@@ -17,7 +18,7 @@ from nvalchemi.models.potential import InteratomicPotential
 from nvalchemi.objective import Terms
 
 
-class DenoisingScoreMatching(ScalarEnergyLoss):
+class DenoisingScoreMatching(ScoreLoss):
     """Denoising score matching.
 
     With one noise scale σ::
@@ -46,10 +47,20 @@ class DenoisingScoreMatching(ScalarEnergyLoss):
         σ in the unit of the data, or several.
     conditional
         Tell the model the scale, (batch,): it is called as ``model(x, sigma=...)``.
+    use_autograd, functional_model
+        Change nothing: see `ScoreLoss`.
     """
 
-    def __init__(self, model: EnergyModel, noise_scale: float | Sequence[float] = 0.01, conditional: bool = False) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: EnergyModel,
+        noise_scale: float | Sequence[float] = 0.01,
+        conditional: bool = False,
+        *,
+        use_autograd: bool = True,
+        functional_model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(model, use_autograd=use_autograd, functional_model=functional_model)
         self.noise_scale = float(noise_scale) if isinstance(noise_scale, (int, float)) else tuple(float(s) for s in noise_scale)
         scales = (self.noise_scale,) if isinstance(self.noise_scale, float) else self.noise_scale
         if not scales or not all(0 < s < float("inf") for s in scales):

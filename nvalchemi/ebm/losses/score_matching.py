@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from nvalchemi.data import Batch
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.base import ScoreLoss
 from nvalchemi.ebm.samples import total
 from nvalchemi.ebm.scores import PROJECTIONS, differentiable_gradient, exact_divergence, random_direction, sliced_derivatives
 from nvalchemi.errors import ConfigError
@@ -17,7 +18,7 @@ from nvalchemi.models.gradient import anchor
 from nvalchemi.objective import Terms
 
 
-class ScoreMatching(ScalarEnergyLoss):
+class ScoreMatching(ScoreLoss):
     """Score matching.
 
     ::
@@ -33,10 +34,19 @@ class ScoreMatching(ScalarEnergyLoss):
     hessian_method
         ``"exact"``: one pass backward for each of the d coordinates. ``"hutchinson"``: one pass, an unbiased estimate of the trace by one
         random direction of signs.
+    use_autograd, functional_model
+        Change nothing: see `ScoreLoss`.
     """
 
-    def __init__(self, model: EnergyModel, hessian_method: str = "exact") -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: EnergyModel,
+        hessian_method: str = "exact",
+        *,
+        use_autograd: bool = True,
+        functional_model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(model, use_autograd=use_autograd, functional_model=functional_model)
         if hessian_method not in ("exact", "hutchinson"):
             raise ConfigError("unknown hessian_method", found=repr(hessian_method), needed="exact or hutchinson")
         self.hessian_method = hessian_method
@@ -54,7 +64,7 @@ class ScoreMatching(ScalarEnergyLoss):
         return Terms({"loss": anchor(torch.add(-laplacian, total(gradient.square(), x), alpha=0.5), energy)})
 
 
-class SlicedScoreMatching(ScalarEnergyLoss):
+class SlicedScoreMatching(ScoreLoss):
     """Sliced score matching.
 
     ::
@@ -71,10 +81,20 @@ class SlicedScoreMatching(ScalarEnergyLoss):
         Directions a sample: each costs one pass backward.
     projection_type
         ``"rademacher"`` (signs), ``"sphere"`` (of radius √d) or ``"gaussian"``.
+    use_autograd, functional_model
+        Change nothing: see `ScoreLoss`.
     """
 
-    def __init__(self, model: EnergyModel, n_projections: int = 5, projection_type: str = "rademacher") -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: EnergyModel,
+        n_projections: int = 5,
+        projection_type: str = "rademacher",
+        *,
+        use_autograd: bool = True,
+        functional_model: nn.Module | None = None,
+    ) -> None:
+        super().__init__(model, use_autograd=use_autograd, functional_model=functional_model)
         if n_projections < 1 or projection_type not in PROJECTIONS:
             raise ConfigError(
                 "no such projections",

@@ -142,6 +142,11 @@ class _WarmUp(EnergySampler):
         super().__init__(sampler.model, sampler.step_size)
         self._sampler, self.average = sampler, average
 
+    @property
+    def even_calls(self) -> bool:
+        """See `Sampler.even_calls`."""
+        return self._sampler.even_calls
+
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""
         for x, log_acceptance, _ in self._sampler.ways(run, self.average):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nvalchemi.distributed import unsharded
 from nvalchemi.ebm.chains import Chains, chains_of
 from nvalchemi.ebm.record import CHECK_EVERY, Progress, Record, check_finite, quiet, shown
 from nvalchemi.ebm.samplers.compiled import CompiledEnergy
@@ -97,6 +99,14 @@ class Sampler(ABC):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    @property
+    def even_calls(self) -> bool:
+        """Whether the model is called as often whatever the samples are.
+
+        Otherwise a sharded one is gathered as a whole while it samples: ranks whose samples differ must not wait for each other's calls.
+        """
+        return True
 
     @property
     def energy_model(self) -> EnergyModel | None:
@@ -192,7 +202,7 @@ class Sampler(ABC):
         options: Mapping[str, Any],
     ) -> Any:
         """What `sample` does, with the options of a kind of sampler."""
-        with quiet(self.model):
+        with quiet(self.model), self._gathered():
             chains = chains_of(x, dim, n_samples, self.model, generator)
             watched = return_trajectory or return_diagnostics or progress is not False
             run = Run(chains, n_steps, generator, return_diagnostics, watched, options)
@@ -210,6 +220,10 @@ class Sampler(ABC):
                 if seen < n_steps:
                     check_finite(run.chains, state, name, seen, n_steps, self.step_named(n_steps - 1))
             return record.result(state)
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        uneven = not self.even_calls and isinstance(self.model, nn.Module)
+        return unsharded(self.model) if uneven else nullcontext()
 
 
 class EnergySampler(Sampler):

@@ -111,6 +111,11 @@ class FlowSampler(Sampler):
         self.sample_eps, self.negate_velocity = sample_eps, negate_velocity
 
     @property
+    def even_calls(self) -> bool:
+        """See `Sampler.even_calls`; an adaptive integrator chooses its steps."""
+        return not isinstance(self.integrator, AdaptiveIntegrator)
+
+    @property
     def energy_model(self) -> EnergyModel | None:
         """See `Sampler.energy_model`; a flow has no energy at its times."""
         return None

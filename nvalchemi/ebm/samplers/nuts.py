@@ -67,6 +67,11 @@ class NoUTurnSampler(AdaptiveSampler):
         self.max_tree_depth, self.mass, self.max_energy_error = max_tree_depth, mass, float(max_energy_error)
         self.temperature = checked("temperature", temperature)
 
+    @property
+    def even_calls(self) -> bool:
+        """See `Sampler.even_calls`."""
+        return False
+
     def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
         """See `AdaptiveSampler.ways`."""
         chains, x = run.chains, run.chains.start

@@ -67,6 +67,11 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         self.n_leapfrog_steps, self.n_fixed_point_steps = n_leapfrog_steps, n_fixed_point_steps
         self.temperature = checked("temperature", temperature)
 
+    @property
+    def even_calls(self) -> bool:
+        """See `Sampler.even_calls`."""
+        return False
+
     def ways(self, run: Run, average: DualAveraging | None) -> Iterator[Way]:
         """See `AdaptiveSampler.ways`."""
         chains, x = run.chains, run.chains.start
