@@ -191,7 +191,7 @@ class Terms(NamedTuple):
     Attributes
     ----------
     values
-        By name, one number a sample, (batch,); the loss is the sum of their means.
+        By name, one number a sample, (batch,), or equally many, (batch, ...), whose mean it is; the loss is the sum of the means.
     samples
         What was drawn on the way, such as the negatives of contrastive divergence; None where that is of no use.
     """
@@ -293,6 +293,9 @@ class Objective(ABC):
     def counts(self, batch: Any) -> dict[str, Count]:
         """Labels of each part in ``batch``; without parts of its own, an objective counts samples."""
         return {"loss": num_samples(batch)}
+
+    def complete_gradients(self) -> None:  # noqa: B027 - a default, not a gap
+        """Called once a step, when its gradients are there and before anything looks at them."""
 
     def state_dict(self) -> dict[str, Any]:
         """What training changed in the loss (chains, schedules); plain data and tensors."""

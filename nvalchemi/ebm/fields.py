@@ -19,9 +19,20 @@ def explicit_energy(output: Tensor, x: Tensor, energy_type: str) -> Tensor:
 
     ``"dot"`` and ``"mean"`` are x·f(x), ``"l2"`` is -|f(x)|²/2: Wang and Du, Equilibrium matching, 2025.
     """
-    if energy_type == "l2":
-        return -0.5 * total(output.square(), x)
-    return total(x * output, x)
+    return total(energy_terms(output, x, energy_type), x)
+
+
+def energy_terms(output: Tensor, x: Tensor, energy_type: str) -> Tensor:
+    """The terms that the coordinates add to the energies, (batch, ...); see `explicit_energy`.
+
+    Raises
+    ------
+    ConfigError
+        For a field of another shape than the points: nothing is broadcast.
+    """
+    if output.shape != x.shape:
+        raise ConfigError("a field and its points differ in shape", found=tuple(output.shape), needed=tuple(x.shape))
+    return -0.5 * output.square() if energy_type == "l2" else x * output
 
 
 class EqMEnergy(EnergyModel):

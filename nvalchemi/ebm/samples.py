@@ -54,4 +54,4 @@ def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def signs_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Signs, +1 and -1 with equal chance, of the shape, dtype and device of ``x``."""
-    return torch.empty_like(x).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return torch.empty_like(x).random_(0, 2, generator=generator).mul_(2).sub_(1)  # bernoulli_ takes four times as long

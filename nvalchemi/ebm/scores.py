@@ -1,6 +1,6 @@
 """The score of an energy, -∇E, and the divergence of a gradient field: exactly, or by random directions.
 
-The gradient ∇E keeps its graph, and with it every parameter of the energy, its output bias included (see
+The gradient ∇E keeps its graph, whose backward pass visits every parameter of the energy, its output bias included (see
 `nvalchemi.models.gradient`), so a loss of scores trains on several ranks as in one process.
 """
 
@@ -15,7 +15,7 @@ from nvalchemi.data import Batch
 from nvalchemi.ebm.samples import normal_like, positions, signs_like, spread, total
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import anchor, differentiable, leaf, second_gradient
+from nvalchemi.models.gradient import anchor, attach, differentiable, leaf, second_gradient
 
 PROJECTIONS = ("rademacher", "sphere", "gaussian")
 """Laws of random directions with mean 0 and covariance 1: signs, a sphere of radius √d, the normal distribution."""
@@ -24,16 +24,17 @@ PROJECTIONS = ("rademacher", "sphere", "gaussian")
 def energy_gradient(model: EnergyModel, x: Any, *, create_graph: bool = False, **conditions: Any) -> Tensor:
     """Give ∇E(x), of the shape of the positions; ``conditions`` are handed to the energy by name.
 
-    The gradient is anchored and can be differentiated once, with respect to the parameters.
+    With its graph it can be differentiated once, with respect to the parameters, of which those that it does not depend on are visited.
     """
-    if conditions:
-        return model.energy_and_gradient(x, create_graph, **conditions)[1]
-    if isinstance(x, Batch) and "forces" in model.outputs and (model.training or not create_graph):
+    if not conditions and isinstance(x, Batch) and "forces" in model.outputs and (model.training or not create_graph):
         with torch.set_grad_enabled(create_graph):  # a network may have a faster way to forces than differentiation
             found = model.predict(x, ("energy", "forces"))
         gradient = -found["forces"].to(x.positions.dtype)
         return anchor(gradient, found["energy"].sum()) if create_graph else gradient
-    return model.gradient(x, create_graph=create_graph)
+    if not create_graph:
+        return model.energy_and_gradient(x, **conditions)[1]
+    energy, gradient = model.energy_and_gradient(x, True, anchored=False, **conditions)
+    return attach(gradient, energy) if energy.requires_grad else gradient
 
 
 def score(model: EnergyModel, x: Any, *, create_graph: bool = False, **conditions: Any) -> Tensor:
@@ -44,7 +45,7 @@ def score(model: EnergyModel, x: Any, *, create_graph: bool = False, **condition
 def differentiable_gradient(model: EnergyModel, x: Any, **conditions: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Give the positions as a leaf, and E and ∇E there, which can be differentiated with respect to them.
 
-    The gradient is not anchored: a loss that is made of it says ``anchor(loss, energy)`` (`nvalchemi.models.gradient`).
+    The gradient is not anchored: a loss that is made of it says ``attach(loss, energy)`` (`nvalchemi.models.gradient`).
     """
     with differentiable():
         at = leaf(positions(x))

@@ -4,7 +4,8 @@ Two traps are closed here, once for scores and forces alike.
 
 - A gradient does not depend on a constant in the energy, so a network's output bias gets no gradient from it. Under
   ``DistributedDataParallel`` such a parameter makes the next forward raise. Zero times the energy, added where the graph is kept,
-  gives every parameter of the energy a gradient.
+  gives every parameter of the energy a gradient (`anchor`); or the backward pass visits them all with nothing to add (`attach`), which
+  costs a fifth of it.
 - Validation runs under ``torch.no_grad`` or ``torch.inference_mode``, and a force needs the graph of the energy all the same.
 """
 
@@ -24,14 +25,14 @@ def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False
     Parameters
     ----------
     energy
-        One energy a sample, (B,), computed from ``inputs`` while these required a gradient.
+        One energy a sample, (B,), or their sum, computed from ``inputs`` while these required a gradient.
     inputs
         Any shape.
     create_graph
         Keep the graph, so that the gradient can be differentiated again, to any order.
     anchored
         Where the graph is kept, add zero times the energy. What differentiates the gradient by the inputs again does better without:
-        every pass would follow the zero. It must then say `anchor` itself, once.
+        every pass would follow the zero. It must then say `anchor` or `attach` itself, once.
 
     Returns
     -------
@@ -47,7 +48,9 @@ def input_gradients(
     """Give the gradients with respect to several inputs in one pass; otherwise as `input_gradient`."""
     if not energy.requires_grad:
         return tuple(torch.zeros_like(x) for x in inputs)
-    total = energy.sum()  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
+    total = (
+        energy.sum() if energy.ndim else energy
+    )  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
     gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
     if create_graph and anchored:
         return tuple(anchor(g, total) for g in gradients)
@@ -57,6 +60,16 @@ def input_gradients(
 def anchor(values: Tensor, energy: Tensor) -> Tensor:
     """Add zero times the energy, which broadcasts against ``values``, so that every parameter of the energy gets a gradient."""
     return torch.add(values, energy if energy.dtype == values.dtype else energy.to(values.dtype), alpha=0)
+
+
+def attach(values: Tensor, energy: Tensor) -> Tensor:
+    """Let the backward pass of ``values`` visit every parameter of ``energy``, and leave those that ``values`` do not depend on alone.
+
+    Wrappers of distributed training wait for every parameter to be visited, and put zeros where there was nothing; without one the
+    gradient stays None. ``values`` may have any shape.
+    """
+    # Of several tensors treated as one each has a gradient of its own: that of the energy is never defined, so no node on its way works.
+    return torch._foreach_add((values, energy), 0.0)[0]
 
 
 def second_gradient(outputs: Tensor, inputs: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any
                 loss = (found[0] if isinstance(found, tuple) else found) * len(batch) / count
                 loss.backward()
                 total += loss.item()
-        result["gradients"].append([p.grad.clone() for p in model.parameters()])
+        result["gradients"].append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
         result["losses"].append(total)
         optimizer.step()
     result["weights"] = [p.detach() for p in model.parameters()]
@@ -226,7 +226,7 @@ def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
         loss = loss_fn(torch.cat([batches_of(sizes, rank)[step] for rank in range(2)]))[0]
         loss.backward()
         result["losses"].append(loss.item())
-        result["gradients"].append([p.grad.clone() for p in model.parameters()])
+        result["gradients"].append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
     result["weights"] = [p.detach() for p in model.parameters()]
     return result

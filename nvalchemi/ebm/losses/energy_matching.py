@@ -14,7 +14,7 @@ from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step
 from nvalchemi.ebm.losses.contrastive import both_energies
-from nvalchemi.ebm.losses.paths import Paths, mean_square, weighted
+from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.ebm.samples import normal_like
 from nvalchemi.ebm.scores import energy_gradient
@@ -129,8 +129,9 @@ class EnergyMatching(ScalarEnergyLoss):
         if sigma:
             at = at + sigma * normal_like(at, generator)
         gradient = energy_gradient(model, at.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)
-        flow = self.flow_weight(point.t) * mean_square(gradient + point.velocity)
-        return Terms({"flow": weighted(flow, point.weights), "contrastive": contrastive}, negatives)
+        fading = self.flow_weight(point.t)
+        weights = fading if point.weights is None else fading * point.weights
+        return Terms({"flow": mean_square(gradient + point.velocity, weights), "contrastive": contrastive}, negatives)
 
     def flow_weight(self, t: Tensor) -> Tensor:
         """w(t), of the shape of ``t``."""

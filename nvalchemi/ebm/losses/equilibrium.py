@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.ebm.couplings import Coupling
-from nvalchemi.ebm.fields import ENERGY_TYPES, explicit_energy
+from nvalchemi.ebm.fields import ENERGY_TYPES, energy_terms
 from nvalchemi.ebm.interpolants import Interpolant
-from nvalchemi.ebm.losses.base import check_energy
-from nvalchemi.ebm.losses.paths import Paths, Point, mean_square, weighted
+from nvalchemi.ebm.losses.paths import Paths, Point, mean_square
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import differentiable, input_gradient, leaf
+from nvalchemi.models.gradient import attach, differentiable, input_gradient, leaf
 from nvalchemi.objective import ModelLoss, Terms
 
 Decay = Callable[[Tensor], Tensor]
@@ -127,7 +126,7 @@ class EquilibriumMatching(ModelLoss):
             difference = output - point.noise
         else:
             difference = self.paths.interpolant.at(point.t, x)[2] * output + point.noise
-        values = {"loss": weighted(mean_square(difference), point.weights)}
+        values = {"loss": mean_square(difference, point.weights)}
         if self.apply_dispersion:
             values["dispersion"] = (self.dispersion_weight * dispersion(_last(activations))).expand(len(x))
         return Terms(values)
@@ -144,8 +143,8 @@ class EquilibriumMatching(ModelLoss):
             at = leaf(point.x)
             output = model(at, t, **point.conditions)
             field, activations = output if isinstance(output, tuple) else (output, None)
-            energy = check_energy(explicit_energy(field, at, self.energy_type), len(at))
-            return input_gradient(energy, at, create_graph=True), activations
+            energy = energy_terms(field, at, self.energy_type).sum()
+            return attach(input_gradient(energy, at, create_graph=True, anchored=False), energy), activations
 
 
 def dispersion(z: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.interpolants import Interpolant
-from nvalchemi.ebm.losses.paths import Paths, mean_square, weighted
+from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.objective import ModelLoss, Terms
@@ -60,4 +60,4 @@ class FlowMatching(ModelLoss):
         else:
             velocity = model(point.x, point.t, **point.conditions)
         target = -point.velocity if self.negate_velocity else point.velocity
-        return Terms({"loss": weighted(mean_square(velocity - target), point.weights)})
+        return Terms({"loss": mean_square(velocity - target, point.weights)})

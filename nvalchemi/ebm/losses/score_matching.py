@@ -14,7 +14,7 @@ from nvalchemi.ebm.samples import total
 from nvalchemi.ebm.scores import PROJECTIONS, differentiable_gradient, exact_divergence, random_direction, sliced_derivatives
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import anchor
+from nvalchemi.models.gradient import attach
 from nvalchemi.objective import Terms
 
 
@@ -61,7 +61,7 @@ class ScoreMatching(ScoreLoss):
             raise ConfigError("an exact trace of structures of unequal sizes", fix='give hessian_method="hutchinson"')
         else:
             laplacian = exact_divergence(gradient, at)
-        return Terms({"loss": anchor(torch.add(-laplacian, total(gradient.square(), x), alpha=0.5), energy)})
+        return Terms({"loss": attach(torch.add(-laplacian, total(gradient.square(), x), alpha=0.5), energy)})
 
 
 class SlicedScoreMatching(ScoreLoss):
@@ -112,4 +112,4 @@ class SlicedScoreMatching(ScoreLoss):
             v = random_direction(x, self.projection_type, generator)
             along, divergence = sliced_derivatives(gradient, at, v, x)
             terms.append(torch.add(-divergence, along.square(), alpha=0.5))
-        return Terms({"loss": anchor(torch.stack(terms).mean(0), energy)})
+        return Terms({"loss": attach(torch.stack(terms).mean(0), energy)})
