@@ -8,7 +8,7 @@ counts of the whole step are known.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,10 +219,16 @@ class ModelLoss(ABC):
         Names of the terms.
     rank_local
         Whether each rank has a state of its own, such as its chains.
+    chains
+        The persistent chains of this rank, a `nvalchemi.ebm.buffer.ReplayBuffer`, in a loss that keeps some; none in all others.
     """
 
     parts: tuple[str, ...] = ("loss",)
     rank_local: bool = False
+
+    @property
+    def chains(self) -> Any:
+        return None
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -267,6 +273,20 @@ class ModelLoss(ABC):
         if state:
             raise CheckpointError(f"{type(self).__name__} has no state", found=", ".join(state))
 
+    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
+        """The state of this rank, where each has one of its own, in a run that goes on with another number of ranks.
+
+        By default a rank that was there before keeps its own, and one that is new begins afresh, which ``None`` says.
+
+        Parameters
+        ----------
+        states
+            What `state_dict` gave on each rank of the run that was saved, in order.
+        rank, world_size
+            Of this run.
+        """
+        return states[rank] if rank < len(states) else None
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__})"
 
@@ -280,11 +300,17 @@ class Objective(ABC):
         As of a :class:`SupervisedLoss`.
     rank_local
         Whether :meth:`state_dict` is each rank's own, as chains are; otherwise it is the same on all.
+    chains
+        As of a :class:`ModelLoss`.
     """
 
     requires: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
     rank_local: bool = False
+
+    @property
+    def chains(self) -> Any:
+        return None
 
     @abstractmethod
     def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
@@ -303,3 +329,17 @@ class Objective(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a default, not a gap
         """Take back what :meth:`state_dict` gave."""
+
+    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
+        """The state of this rank, where each has one of its own, in a run that goes on with another number of ranks.
+
+        By default a rank that was there before keeps its own, and one that is new begins afresh, which ``None`` says.
+
+        Parameters
+        ----------
+        states
+            What `state_dict` gave on each rank of the run that was saved, in order.
+        rank, world_size
+            Of this run.
+        """
+        return states[rank] if rank < len(states) else None

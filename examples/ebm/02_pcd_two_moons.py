@@ -27,7 +27,7 @@ from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.ebm.toy import GaussianMixtureModel
 from nvalchemi.models import MLPEnergy
 from nvalchemi.training import Every, OptimizerConfig, TrainingStrategy
-from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, GradientClipHook, ProgressHook
+from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, GradientClipHook, PCDCheckpointHook, ProgressHook
 
 NOISE = 0.12
 BOX = torch.linspace(-2.5, 3.5, 120)  # both axes of the grid
@@ -103,7 +103,14 @@ def main() -> None:
         loss_fn=loss_fn,
         num_steps=args.steps,
         distributed_manager=manager,
-        hooks=[DDPHook(), ProgressHook(), GradientClipHook(10.0), average, CheckpointHook(args.runs, every=Every(steps=200))],
+        hooks=[
+            DDPHook(),
+            ProgressHook(),
+            GradientClipHook(10.0),
+            average,
+            CheckpointHook(args.runs, every=Every(steps=200)),
+            PCDCheckpointHook(),
+        ],
         resume_from="latest",  # starts afresh where there is nothing yet
     )
     ctx = strategy.run(DataLoader(data, batch_size=args.batch_size // manager.world_size, shuffle=True, seed=0))

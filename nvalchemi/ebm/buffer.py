@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nvalchemi.distributed import Manager, members
-from nvalchemi.ebm.slots import Chains, Samples, batch_from_plain, chains_of
+from nvalchemi.ebm.slots import Chains, Samples, batch_from_plain, chains_of, pooled
 from nvalchemi.errors import CheckpointError, ConfigError, DataError
 
 
@@ -37,11 +37,12 @@ class ReplayBuffer:
     def __init__(self, size: int, device: torch.device | str | None = None) -> None:
         if size < 1:
             raise ConfigError("a replay buffer needs at least one slot", found=size)
-        self.size = size
+        self.size = self._declared = size
         self.device = None if device is None else torch.device(device)
         self._chains: Chains | None = None
         self._order: Tensor | None = None  # the slots in the order in which they are drawn next
         self._position = 0
+        self._common = 0  # slots that every rank has, where they were dealt out to another number of ranks
 
     def __len__(self) -> int:
         return self.size
@@ -74,6 +75,11 @@ class ReplayBuffer:
         if self.device is None:
             self.device = samples.device
         self._chains, self._order, self._position = chains_of(samples.to(self.device)), None, 0
+
+    def clear(self) -> None:
+        """Let go of all chains; there are as many slots as were declared."""
+        self.size, self._chains, self._order, self._position = self._declared, None, None, 0
+        self._common = 0
 
     def draw(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Any]:
         """Slots, and copies of what is in them.
@@ -147,7 +153,8 @@ class ReplayBuffer:
 
         Notes
         -----
-        All ranks must have the same number of slots and chains in them. Vectors travel in one all-to-all, structures in one gather.
+        All ranks must have chains. Vectors travel in one all-to-all, structures in one gather. Where chains were dealt out to another number
+        of ranks and some have one more than others, each of these keeps one of its own, drawn anew each time.
         """
         chains = self._ready()
         manager = members(group)
@@ -155,36 +162,42 @@ class ReplayBuffer:
             return
         where = self.device if generator is None else generator.device
         order = torch.randperm(self.size, generator=generator, device=where).to(self.device)
-        share, rest = divmod(self.size, manager.world_size)
-        # what is left over goes round: row sums and column sums of this table are both the number of slots
+        common = self._common or self.size
+        share, rest = divmod(common, manager.world_size)
+        # what is left over goes round: row sums and column sums of this table are both the number of slots that all have
         counts = [share + ((to - manager.rank) % manager.world_size < rest) for to in range(manager.world_size)]
         back = [share + ((manager.rank - origin) % manager.world_size < rest) for origin in range(manager.world_size)]
-        self._chains = chains.exchanged(order, counts, back, manager)
+        exchanged = chains.exchanged(order[:common], counts, back, manager)
+        self._chains = exchanged if common == self.size else exchanged.joined(chains.read(order[common:]))
 
     def state_dict(self) -> dict[str, Any]:
         """The chains and the order in which they are drawn, in tensors and plain containers; whole also before `initialize`."""
         return {
             "size": self.size,
+            "declared": self._declared,
+            "common": self._common,
             "samples": None if self._chains is None else self._chains.plain(),
             "order": None if self._order is None else self._order.clone(),
             "position": self._position,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, whether or not the chains have been started here.
+        """Take back what `state_dict` or `dealt` gave, whether or not the chains have been started here.
 
         Raises
         ------
         CheckpointError
-            For another number of slots.
+            For another number of slots than is declared.
         """
-        if state["size"] != self.size:
+        declared = state.get("declared", state["size"])
+        if declared != self._declared:
             raise CheckpointError(
                 "the saved chains are of another number",
-                found=state["size"],
-                needed=self.size,
+                found=declared,
+                needed=self._declared,
                 fix="declare the buffer as it was",
             )
+        self.size, self._common = int(state["size"]), int(state.get("common", 0))
         saved = state["samples"]
         if saved is None:
             self._chains, self._order, self._position = None, None, 0
@@ -195,6 +208,39 @@ class ReplayBuffer:
         self._chains = chains_of(samples.to(self.device))
         self._order = None if state["order"] is None else state["order"].to(self.device, copy=True)
         self._position = int(state["position"])
+
+    @staticmethod
+    def dealt(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """The state of one of ``world_size`` buffers among which the chains of other buffers are dealt out in turn.
+
+        Parameters
+        ----------
+        states
+            What `state_dict` gave of each of them.
+        rank, world_size
+            Which of how many.
+
+        Returns
+        -------
+        dict
+            For `load_state_dict`. Every chain is in just one of them, and they differ by one chain at most. The buffer then has as many
+            slots as it has chains, whatever was declared.
+
+        Raises
+        ------
+        CheckpointError
+            Where there are fewer chains than buffers.
+        """
+        declared = states[0].get("declared", states[0]["size"])
+        saved = [state["samples"] for state in states if state["samples"] is not None]
+        state = {"size": declared, "declared": declared, "common": 0, "samples": None, "order": None, "position": 0}
+        if not saved:
+            return state
+        total = sum(int(s["size"]) for s in states if s["samples"] is not None)
+        if total < world_size:
+            raise CheckpointError("there are fewer chains than ranks", found=f"{total} chains", needed=f"{world_size} or more")
+        mine = range(rank, total, world_size)
+        return {**state, "size": len(mine), "common": total // world_size, "samples": pooled(saved, mine)}
 
     def __repr__(self) -> str:
         return f"ReplayBuffer({self.size} slots, {'started' if self.is_initialized else 'not started'}, {self.device})"

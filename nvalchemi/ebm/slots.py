@@ -38,6 +38,10 @@ class Chains(ABC):
         """The chains that the ranks send here: taken in ``order``, ``counts[r]`` of ours go to rank r, ``back[r]`` come from it."""
 
     @abstractmethod
+    def joined(self, samples: Any) -> Chains:
+        """These chains and, behind them, ``samples``."""
+
+    @abstractmethod
     def plain(self) -> Any:
         """All samples as tensors and plain containers, sharing no memory."""
 
@@ -68,6 +72,9 @@ class Rows(Chains):
 
     def exchanged(self, order: Tensor, counts: Sequence[int], back: Sequence[int], manager: Manager) -> Rows:
         return Rows(exchange(self.samples.index_select(0, order), counts, back, manager))
+
+    def joined(self, samples: Tensor) -> Rows:
+        return Rows(torch.cat([self.samples, samples]))
 
     def plain(self) -> Tensor:
         return self.samples.clone()
@@ -116,6 +123,9 @@ class Structures(Chains):
             [s for parcel in mine if parcel is not None for s in Structures.of(batch_from_plain(parcel).to(device)).structures]
         )
 
+    def joined(self, samples: Batch) -> Structures:
+        return Structures([*self.structures, *Structures.of(samples).structures])
+
     def plain(self) -> dict[str, Any]:
         return batch_to_plain(Batch.from_data_list(self.structures))
 
@@ -149,3 +159,11 @@ def batch_from_plain(state: Mapping[str, Any]) -> Batch:
         dict(state["present"]),
         neighbor_cutoff=state["neighbor_cutoff"],
     )
+
+
+def pooled(saved: Sequence[Any], slots: Sequence[int]) -> Any:
+    """What `Chains.plain` would give of the chains ``slots``, counted through what it gave of several sets of them."""
+    if isinstance(saved[0], Tensor):
+        return torch.cat(list(saved))[torch.tensor(slots)]
+    structures = [structure for state in saved for structure in batch_from_plain(state).to_data_list()]
+    return batch_to_plain(Batch.from_data_list([structures[slot] for slot in slots]))

@@ -24,7 +24,7 @@ from nvalchemi.training.names import plain_name
 from nvalchemi.training.optimizer_state import load_named_state, named_state
 from nvalchemi.training.reading import find, read_own, read_shared, world_size
 from nvalchemi.training.saving import files_of, write
-from nvalchemi.training.shards import placed
+from nvalchemi.training.shards import on_device, placed
 from nvalchemi.training.streams import begin_streams, load_streams, streams
 
 logger = logging.getLogger("nvalchemi")
@@ -111,7 +111,8 @@ def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[st
     """The state that is this rank's own, and the hooks that begin afresh on it because the run that was saved had fewer ranks.
 
     On another number of ranks each hook says what it makes of the states of all (:meth:`Hook.divide_anew`). A rank that was there before
-    keeps its random streams and its loss's state; there are none yet (``None``) for one that is new.
+    keeps its random streams, and there are none yet (``None``) for one that is new. The loss says what it makes of its states in the same
+    way; of persistent chains the hook that claims them does.
     """
     ranks, rank = world_size(saved), ctx.manager.rank
     if ranks == ctx.manager.world_size:
@@ -132,8 +133,25 @@ def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[st
             "with random streams from seed, rank and step",
             saved.path, ranks, ctx.manager.world_size,
         )  # fmt: skip
-    there = files[rank] if rank < ranks else {"generators": None, "objective": None, "loader": files[0].get("loader", {})}
-    return {**there, "hooks": hooks}, afresh
+    there = files[rank] if rank < ranks else {"generators": None, "loader": files[0]["loader"]}
+    objective = objective_anew(ctx, [file["objective"] for file in files], saved.path) if ctx.objective.rank_local else {}
+    return {**there, "hooks": hooks, "objective": objective}, afresh
+
+
+def objective_anew(ctx: TrainContext, states: Sequence[dict[str, Any]], path: Path) -> Mapping[str, Any] | None:
+    """The state of this rank's loss from those of another number of ranks; ``None`` to begin afresh. Of chains a hook decides."""
+    rank, ranks = ctx.manager.rank, ctx.manager.world_size
+    keeper = next((hook for hook in ctx.hooks if "chains" in hook.claims), None)
+    if keeper is not None:
+        return keeper.divide_anew(states, rank, ranks)
+    if ctx.objective.chains is not None:
+        raise CheckpointError(
+            f"{path} has the chains of another number of ranks, and nothing says what becomes of them",
+            found=f"{ranks} now",
+            needed=str(len(states)),
+            fix="add PCDCheckpointHook() to hooks, which deals them out anew",
+        )
+    return ctx.objective.divide_anew(states, rank, ranks)
 
 
 def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = ()) -> None:
@@ -173,7 +191,11 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
         _apply(f"scheduler '{name}'", saved.path, lambda n=name, s=state: ctx.schedulers[n].load_state_dict(s))
     ctx.update.load_state_dict(placed(shared["update"]))
     if own["objective"] is not None:
-        objective = own["objective"] if ctx.objective.rank_local else placed(shared["objective"], ctx.objective.state_dict())
+        # Chains lie where the run does, unless their buffer says where: that is not known before the first of them.
+        if ctx.objective.rank_local:
+            objective = on_device(own["objective"], ctx.device)
+        else:
+            objective = placed(shared["objective"], ctx.objective.state_dict())
         _apply("the loss", saved.path, lambda: ctx.objective.load_state_dict(objective))
     ctx.validation = saved.manifest.get("metrics")
     for hook in ctx.hooks:

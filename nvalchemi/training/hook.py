@@ -105,7 +105,8 @@ class Hook:
     order
         The band in which this hook's methods run.
     claims
-        Roles that only one active hook may hold, such as ``"data_parallel"`` or ``"update"``.
+        Roles that only one active hook may hold, such as ``"data_parallel"`` or ``"update"``. Of one that holds ``"chains"``,
+        :meth:`divide_anew` is given the loss's states.
     scope
         Whether :meth:`state_dict` is the same on all ranks.
     agreed
@@ -211,11 +212,11 @@ class FunctionHook(Hook):
 class PeriodicHook(Hook):
     """A hook that acts every so many steps or epochs: the only place where the modulus is taken.
 
-    Subclasses write :meth:`act`. It runs at STEP_END or EPOCH_END, never on a skipped step.
+    Subclasses write :meth:`act`. It runs at STEP_END or EPOCH_END, never on a skipped step; without a frequency it never runs.
     """
 
-    def __init__(self, every: Every) -> None:
-        if not isinstance(every, Every):
+    def __init__(self, every: Every | None) -> None:
+        if not isinstance(every, Every | None):
             raise ConfigError(
                 f"{type(self).__name__} takes a frequency", found=repr(every), needed="Every(steps=...) or Every(epochs=...)"
             )
@@ -227,10 +228,15 @@ class PeriodicHook(Hook):
 
     @on(TrainingStage.STEP_END)
     def _after_step(self, ctx: TrainContext) -> None:
-        if self.every.steps is not None and ctx.step_taken and ctx.progress.step % self.every.steps == 0:
+        if (
+            self.every is not None
+            and self.every.steps is not None
+            and ctx.step_taken
+            and ctx.progress.step % self.every.steps == 0
+        ):
             self.act(ctx)
 
     @on(TrainingStage.EPOCH_END)
     def _after_epoch(self, ctx: TrainContext) -> None:
-        if self.every.epochs is not None and ctx.progress.epoch % self.every.epochs == 0:
+        if self.every is not None and self.every.epochs is not None and ctx.progress.epoch % self.every.epochs == 0:
             self.act(ctx)

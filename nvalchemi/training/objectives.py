@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,13 @@ class ModelObjective(Objective):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss_fn.load_state_dict(state)
+
+    @property
+    def chains(self) -> Any:
+        return self.loss_fn.chains
+
+    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
+        return self.loss_fn.divide_anew(states, rank, world_size)
 
 
 def samples_and_conditions(batch: Any) -> tuple[Any, dict[str, Any]]:

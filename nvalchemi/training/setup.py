@@ -197,8 +197,31 @@ def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
             found=", ".join(watched),
             fix="give validation_config",
         )
+    check_chains(ctx)
     if strategy.resume_from == "latest" and ctx.hooks.checkpoint_dir is None:
         raise ConfigError('resume_from="latest" and no checkpoint hook', fix="add CheckpointHook(DIR, every=...) to hooks")
+
+
+def check_chains(ctx: TrainContext) -> None:
+    """Persistent chains of many ranks have a hook that keeps them, which has something to keep and somebody to save it."""
+    keeper = next((hook for hook in ctx.hooks if "chains" in hook.claims), None)
+    if keeper is None:
+        if ctx.objective.chains is not None and ctx.manager.world_size > 1 and ctx.hooks.checkpoint_dir is not None:
+            raise ConfigError(
+                "each rank has persistent chains, and nothing says what becomes of them on another number of ranks",
+                fix="add PCDCheckpointHook() to hooks",
+            )
+        return
+    if ctx.objective.chains is None:
+        raise ConfigError(
+            f"hook '{keeper.name}' keeps persistent chains, and the loss has none",
+            fix="give ContrastiveDivergence(persistent=True), or leave the hook out",
+        )
+    if ctx.hooks.checkpoint_dir is None:
+        raise ConfigError(
+            f"hook '{keeper.name}' keeps persistent chains, and nothing saves them",
+            fix="add CheckpointHook(DIR, every=...) to hooks",
+        )
 
 
 @runtime_checkable

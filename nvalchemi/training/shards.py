@@ -243,6 +243,17 @@ def tensors_of(state: Any, path: Way = ()) -> Iterator[tuple[Way, Tensor]]:
             yield from tensors_of(value, (*path, i))
 
 
+def on_device(state: Any, device: torch.device) -> Any:
+    """A state with its tensors on ``device``."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {key: on_device(value, device) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(on_device(value, device) for value in state)
+    return state
+
+
 def without_tensors(state: Any) -> Any:
     """The state with ``None`` in place of each tensor; a tuple that holds one becomes a list."""
     if isinstance(state, Tensor):

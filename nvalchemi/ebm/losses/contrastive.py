@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +163,16 @@ class ContrastiveDivergence(ScalarEnergyLoss):
             )
         if self.replay_buffer is not None:
             self.replay_buffer.load_state_dict(state["replay_buffer"])
+
+    @property
+    def chains(self) -> ReplayBuffer | None:
+        return self.replay_buffer
+
+    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any] | None:
+        """The chains of all ranks, dealt out to another number of them: none is lost, and none is on two ranks."""
+        if self.replay_buffer is None:
+            return {}
+        return {"replay_buffer": ReplayBuffer.dealt([state["replay_buffer"] for state in states], rank, world_size)}
 
     def _buffer(self) -> ReplayBuffer:
         if self.replay_buffer is None:

@@ -9,6 +9,7 @@ from nvalchemi.training.hooks.early_stop import EarlyStopHook
 from nvalchemi.training.hooks.ema import EMAHook, update_ema
 from nvalchemi.training.hooks.fsdp2 import FSDP2Hook
 from nvalchemi.training.hooks.metrics import MetricsHook
+from nvalchemi.training.hooks.pcd_checkpoint import PCDCheckpointHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
 from nvalchemi.training.hooks.progress import ProgressHook
 from nvalchemi.training.hooks.signals import StopOnSignalHook
@@ -26,6 +27,7 @@ __all__ = [
     "GradientClipHook",
     "MetricsHook",
     "MixedPrecisionHook",
+    "PCDCheckpointHook",
     "ProgressHook",
     "SpikeHook",
     "StopOnSignalHook",

@@ -20,12 +20,14 @@ from nvalchemi.training.hooks import (
     GradientClipHook,
     MetricsHook,
     MixedPrecisionHook,
+    PCDCheckpointHook,
     ProgressHook,
     SpikeHook,
     StopOnSignalHook,
     TimeBudgetHook,
 )
 from tests.training.hooks.runs import batches, network, strategy
+from tests.training.hooks.test_pcd_checkpoint import DATA, chains
 
 MODULES = [importlib.import_module(f"{hooks.__name__}.{module.name}") for module in pkgutil.iter_modules(hooks.__path__)]
 EVERY_HOOK = {
@@ -64,9 +66,13 @@ CASES = {
     TimeBudgetHook: [lambda folder: [TimeBudgetHook(1e6)]],  # with a shape the clock sets the rate, and no two runs are equal
 }
 
+#: hooks that need a run of another kind, with the test in which they resume
+ELSEWHERE = {PCDCheckpointHook: "test_chains_resume"}
+
 
 def test_every_hook_is_here():
-    missing = sorted(hook.__name__ for hook in EVERY_HOOK - CASES.keys())
+    missing = sorted(hook.__name__ for hook in EVERY_HOOK - CASES.keys() - ELSEWHERE.keys())
+    assert all(callable(globals()[test]) for test in ELSEWHERE.values())
     assert not missing, f"no resume test for {', '.join(missing)}: add an entry to CASES"
 
 
@@ -102,5 +108,14 @@ def test_all_of_them_together_resume():
 def test_with_accumulation():
     def build(folder):
         return strategy(network(), [EMAHook(0.9), MetricsHook(folder, Every(steps=2))], accumulate=3), batches(7)
+
+    assert_resumes(build, steps=9, stop_at=4)
+
+
+@pytest.mark.parametrize("mix", [None, 2])
+def test_chains_resume(mix):
+    def build(folder):
+        strategy = chains([PCDCheckpointHook(mix_every=mix), CheckpointHook(folder / "checkpoints")], persistent=True)
+        return strategy, DATA
 
     assert_resumes(build, steps=9, stop_at=4)
