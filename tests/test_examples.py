@@ -14,7 +14,7 @@ from nvalchemi.cli.config import load_config
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-ON_RANKS = [path for path in EXAMPLES if path.parent.name == "intermediate"]
+ON_RANKS = [path for path in EXAMPLES if path.parent.name in ("intermediate", "ebm")]
 LAYOUT = "UserWarning: Grad strides do not match"  # torch, of a weight of one row, whose two layouts are the same numbers
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 

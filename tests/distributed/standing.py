@@ -30,11 +30,14 @@ class Ranks:
     def call(self, case: str, *arguments: Any, limit: float = 100.0, breaks: bool = False) -> list[Any]:
         """What ``case(manager, *arguments)`` gives on each rank, in order; an error of a rank is an AssertionError with its trace.
 
-        A case that ``breaks`` the group leaves the ranks in a new one.
+        A case that ``breaks`` the group is run in a new one and leaves the ranks in another: meshes of earlier cases hold the old one,
+        and its connections stay open as long as anything does.
         """
         self._groups += breaks
+        meeting = self._meeting()
+        self._groups += breaks
         for pipe in self._pipes:
-            pipe.send((case, arguments, self._meeting()))
+            pipe.send((case, arguments, meeting, self._meeting()))
         results = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(limit):
@@ -64,6 +67,10 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    # Its functions have the group of the moment of their import as a default: a later import would hold the first group's connections,
+    # so that nobody hears when a rank leaves it. Under the real manager it is there before the group, PhysicsNeMo brings it.
+    import torch.distributed.nn.functional
+
     from nvalchemi.distributed import SingleProcess
 
     def join() -> None:
@@ -78,16 +85,19 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
     manager = SingleProcess(torch.device("cpu"), rank=rank, local_rank=rank, world_size=size, distributed=True)
     while True:
         try:
-            case, arguments, group = pipe.recv()
+            case, arguments, group, after = pipe.recv()
         except EOFError:
             return
         module, _, function = case.partition(":")
+        if group != meeting:
+            meeting = group
+            join()
         try:
             torch.manual_seed(0)
             answer = (True, getattr(importlib.import_module(module), function)(manager, *arguments))
         except BaseException:  # noqa: BLE001 - told to the test
             answer = (False, traceback.format_exc())
-        if group != meeting:
-            meeting = group
+        if after != meeting:
+            meeting = after
             join()
         pipe.send(answer)

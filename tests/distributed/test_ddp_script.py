@@ -42,7 +42,9 @@ def test_the_same_script_on_one_and_two_processes(tmp_path):
         assert got["weights"][0] == pytest.approx(alone["weights"][0], rel=1e-12)
 
 
-@pytest.mark.parametrize("fault", ["raised", "caught"])
+@pytest.mark.parametrize(
+    "fault", ["raised", pytest.param("caught", marks=pytest.mark.slow)]
+)  # the latter also in test_together.py
 def test_an_error_in_one_forward_ends_both(tmp_path, fault):
     """B25, B33: with the cause, whether the failed rank's process ends or lives on."""
     done, reports = launch(tmp_path, fault)

@@ -74,6 +74,7 @@ def test_weights_of_one_block_at_a_time(ranks):
         assert found["most"] < 0.6 * found["total"]
 
 
+@pytest.mark.slow
 def test_more_ranks():
     """Four ranks on a mesh of replicas times shards."""
     group = Ranks(4)

@@ -72,7 +72,8 @@ def start(launcher: str, folder: Path) -> None:
             process.communicate()
 
 
-@pytest.fixture(scope="module", params=["env", *LAUNCHERS])
+# the variables of the third are read in test_manager.py too
+@pytest.fixture(scope="module", params=["env", "slurm", pytest.param("openmpi", marks=pytest.mark.slow)])
 def launched(request, tmp_path_factory):
     """A launcher, and what each of two ranks saw that it started."""
     folder = tmp_path_factory.mktemp("ranks")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 
 from nvalchemi.data.datapipes.allocation import EpochPolicy, apportion, batch_composition, epoch_length, shares_of
@@ -240,19 +241,28 @@ class _BatchPositions(_MixtureSampler):
         if isinstance(self.turns, FixedTurns):
             beyond = ((self.rounds - 1) * self.num_replicas + self.rank) * self.batch_size >= self.remaining()
             return self.batch_size if self.rounds and beyond else 0
-        tail = self.num_samples - self.rounds * self.batch_size
-        last = self.rounds * self.num_replicas * self.batch_size + (tail - 1) * self.num_replicas + self.rank
-        return int(tail > 0 and last >= self.remaining())
+        return int(self.num_samples > self.rounds * self.batch_size and self._last_round()[1] < self.num_samples)
+
+    def _last_round(self) -> tuple[int, int, int]:
+        """Of the last, shorter round: where this rank's samples begin, how many they are with those before, and what repeats after them.
+
+        Each rank takes samples that follow each other, which keep the rates as those of any batch do; every n-th one need not.
+        """
+        whole, rest = self.rounds * self.batch_size, self.remaining() - self.rounds * self.num_replicas * self.batch_size
+        each, more = divmod(rest, self.num_replicas)
+        first = self.rounds * self.num_replicas * self.batch_size + self.rank * each + min(self.rank, more)
+        return first, whole + each + (self.rank < more), self.remaining() + self.rank - more
 
     def epoch_order(self) -> Order:
         draws, turns, size, stride, rank = self.draws(), self.turns, self.batch_size, self.num_replicas, self.rank
         whole, start = self.rounds * size, self.start
+        first, fresh, beyond = self._last_round()
 
         def order(positions: Any) -> Any:
             number, place = positions // size, positions % size
             where = (number * stride + rank) * size + place
             tail = positions >= whole
-            where[tail] = number[tail] * stride * size + place[tail] * stride + rank
+            where[tail] = np.where(positions[tail] < fresh, first + positions[tail] - whole, beyond)
             return draws(*turns(where + start))
 
         return order

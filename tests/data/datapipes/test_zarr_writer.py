@@ -364,6 +364,7 @@ def test_any_other_writing_killed_at_any_file_operation_leaves_the_committed_sto
     assert int(run_script("killed_at_each_operation", tmp_path, step)) > 10
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_the_committed_store(tmp_path: Path) -> None:
     run_script("killed_at_random", tmp_path)
 
