@@ -1,4 +1,4 @@
-"""The command line: ``nvalchemi convert | info | train | resume | evaluate | plot | demo``.
+"""The command line: ``nvalchemi convert | info | train | resume | evaluate | export | plot | demo``.
 
 One file a command. A command is a module of this package with a function ``command(...)`` annotated for typer, and a line
 in ``COMMANDS``; the module is imported only when the command is used, so that ``nvalchemi --help`` needs no torch.
@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "Train a potential as a YAML file says.",
     "resume": "Go on with a run from its last checkpoint.",
     "evaluate": "Measure the errors of a trained model on a store.",
+    "export": "Write the trained model into one file, from which it is loaded without the run.",
     "plot": "Draw the loss curves and parity plots of a run.",
     "demo": "Label molecules, train on them, evaluate and run dynamics, in a few minutes.",
 }

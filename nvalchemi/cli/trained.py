@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.models import EnergyModel, build_model
 from nvalchemi.training import layout
+from nvalchemi.training.export import weights_of
 from nvalchemi.training.reading import at_path, read_shared
 from nvalchemi.training.shards import placed
 
@@ -54,16 +54,12 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
         Where there is nothing whole to load.
     """
     saved = find(run, which)
-    shared = read_shared(saved)
-    states: dict[str, Any] = shared["models"]
-    weights = "raw"
-    if not raw and "ema" in shared["hooks"]:
-        states, weights = shared["hooks"]["ema"]["models"], "ema"
+    state, weights = weights_of(read_shared(saved), raw=raw)
     from nvalchemi.cli.recipe import in_precision
 
     model = in_precision(build_model(run.model_config()), run.config())
     try:
-        model.load_state_dict(placed(states["model"]))
+        model.load_state_dict(placed(state))
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the weights in {saved.path} do not fit the model in {run.model_file}", found=str(error)[:300]

@@ -2,6 +2,7 @@
 
 from nvalchemi.models.build import build_model, build_net, register_model, register_net
 from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.exported import load_model
 from nvalchemi.models.mlp import MLPEnergy
 from nvalchemi.models.painn import PaiNN
 from nvalchemi.models.potential import InteratomicPotential, PotentialNet
@@ -14,6 +15,7 @@ __all__ = [
     "PotentialNet",
     "build_model",
     "build_net",
+    "load_model",
     "register_model",
     "register_net",
 ]

@@ -162,7 +162,7 @@ def begin(directory: Path) -> Path:
 def write_file(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
     """Write one file of a checkpoint to the disk; returns its size and checksum: the dict that ``write`` gives, or as read again."""
     entry = write(path)
-    _sync(path)
+    sync(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)} if not isinstance(entry, dict) else entry
 
 
@@ -173,12 +173,12 @@ def finish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Any
     serial = saved[-1].serial + 1 if saved else 0
     whole = {"format": FORMAT, "version": VERSION, "serial": serial, **manifest, "files": files}
     (temporary / MANIFEST).write_text(json.dumps(whole, indent=1))
-    _sync(temporary / MANIFEST)
-    _sync(temporary)
+    sync(temporary / MANIFEST)
+    sync(temporary)
     path = _free_name(directory, int(manifest["progress"]["step"]))
     os.rename(temporary, path)
     _open.discard(temporary)
-    _sync(directory)
+    sync(directory)
     return path
 
 
@@ -266,7 +266,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from nvalchemi.data.tensor_file import TensorFile
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, shards
 from nvalchemi.training.agreement import first_rank, together
-from nvalchemi.training.tensor_file import TensorFile
 from nvalchemi.training.upgrades import upgrade
 
 

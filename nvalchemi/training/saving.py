@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nvalchemi.data.tensor_file import write_tensors
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.shards import divide, needs_division
-from nvalchemi.training.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from nvalchemi.training.background import HostCopies

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi.data.tensor_file import DTYPES, Entry, TensorFile
 from nvalchemi.distributed import Manager, broadcast
 from nvalchemi.distributed.parts import Part, mesh_of, part_here, sharded_like
 from nvalchemi.distributed.tensors import is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training.agreement import together
-from nvalchemi.training.tensor_file import DTYPES, Entry, TensorFile
 
 Way = tuple[str | int, ...]
 

@@ -14,6 +14,7 @@ from nvalchemi.cli import app
 from nvalchemi.cli.config import load_config
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.cli.trained import load_trained
+from nvalchemi.models import load_model
 from tests.cli.stores import make_stores
 
 runner = CliRunner()
@@ -241,3 +242,21 @@ def test_the_example_configurations_are_valid():
     for path in found:
         load_config(path)
         assert yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["ema", "raw"])
+def test_export(trained, tmp_path, raw):
+    """K04: the file says which weights it has, and they are those."""
+    file = tmp_path / "model.safetensors"
+    said = json.loads(call("export", trained, file, "--json", *(["--raw"] if raw else [])).stdout)
+    expected = load_trained(RunDir.existing(trained), raw=raw)
+    assert said["weights"] == expected.weights == ("raw" if raw else "ema")
+    assert said["step"] == expected.step and said["checkpoint"] == expected.checkpoint.name
+    assert said["bytes"] == file.stat().st_size
+    model = load_model(file)
+    assert model.config() == expected.model.config()
+    found, wanted = model.state_dict(), expected.model.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert "there already" in call("export", trained, file, code=2).stderr
+    assert "is no folder" in " ".join(call("export", trained, tmp_path / "absent" / "m", code=2).stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nvalchemi.data.tensor_file import TensorFile
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError
 from nvalchemi.testing import state_differences
-from nvalchemi.training import layout, reading
+from nvalchemi.training import export, layout, reading
 from nvalchemi.training.shards import placed
 from tests.distributed import sharded_cases as cases
 from tests.distributed.standing import Ranks
@@ -91,6 +93,36 @@ def test_one_process_reads_it_without_a_group(saved: Any) -> None:
     average = cases.Tied(4)
     average.load_state_dict(placed(shared["hooks"]["ema"]["models"]["model"]))
     assert not torch.equal(average[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicated", "alone"])
+def test_its_weights_are_exported_one_tensor_at_a_time(saved: Any, tmp_path: Any, how: str, monkeypatch: Any) -> None:
+    path, expected = saved[how]
+    there: list[weakref.ref[Any]] = []
+
+    def watched(value: Any) -> Any:
+        assert sum(tensor() is not None for tensor in there) <= 1
+        tensor = placed(value)
+        there.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(export, "placed", watched)
+    for raw in (False, True):
+        facts = export.export(layout.read(Path(path)), tmp_path / f"{raw}", {"model": "own"}, "float32", raw=raw)
+        assert facts["weights"] == ("raw" if raw else "ema") and facts["step"] == "4" and facts["checkpoint"] == "step-00000004"
+        file = TensorFile(tmp_path / f"{raw}")
+        assert file.metadata == facts
+        state = expected["end"]["models"]["model"] if raw else expected["end"]["hooks"]["ema"]["models"]["model"]
+        assert (
+            list(
+                state_differences(
+                    state,
+                    {name: file.read(name) for name in file.names()},
+                )
+            )
+            == []
+        )
+    assert len(there) == 2 * 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "exchanged", "pickle", "pickle, listed", "header, listed", "index, listed"])

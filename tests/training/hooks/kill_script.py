@@ -55,8 +55,8 @@ def arm(instant):
     if where == "validation":
         return [], count
     if where == "file written":
-        sync = layout._sync
-        layout._sync = lambda path: (sync(path), count())
+        sync = layout.sync
+        layout.sync = lambda path: (sync(path), count())
     if where in ("before the rename", "after the rename"):
         rename = os.rename
 

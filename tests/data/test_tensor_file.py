@@ -4,8 +4,8 @@ import json
 import pytest
 import torch
 
+from nvalchemi.data.tensor_file import DTYPES, Entry, TensorFile, write_tensors
 from nvalchemi.errors import CheckpointError
-from nvalchemi.training.tensor_file import DTYPES, Entry, TensorFile, write_tensors
 
 
 def entries(tensors):
