@@ -192,7 +192,7 @@ def not_written(directory: str | os.PathLike[str], error: Exception) -> Checkpoi
     """What is said where the disk refuses."""
     return CheckpointError(
         f"the checkpoint could not be written to {directory}",
-        found=str(error).splitlines()[0],
+        found=str(error).partition("\n")[0] or type(error).__name__,
         fix="free space or fix the permission; nothing is lost",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,17 @@ def world_size(saved: layout.SavedCheckpoint) -> int:
 def read_file(saved: layout.SavedCheckpoint, name: str, *, mmap: bool = False) -> dict[str, Any]:
     """One file of a checkpoint, read as tensors and plain data; anything else in it is refused."""
     path = saved.verified(name)
+    if not zipfile.is_zipfile(path):  # torch would take it for a file of its oldest formats
+        raise _unsafe(path, "no archive as torch writes it")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no file of tensors and plain data, and nothing else is loaded", found=str(error).splitlines()[0][:200]
-        ) from None
+        raise _unsafe(path, str(error)) from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no state", found=type(state).__name__)
     return state
+
+
+def _unsafe(path: Path, why: str) -> CheckpointError:
+    first = why.partition("\n")[0][:200]
+    return CheckpointError(f"{path} is no file of tensors and plain data, and nothing else is loaded", found=first)
