@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, get_args
@@ -437,6 +438,19 @@ def _remember(place: _Place, gpus: int, *, distributed: bool) -> None:
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment of this process for a child, with some variables set for the child alone."""
     return {**os.environ, **changes}
+
+
+@contextmanager
+def as_launched(manager: Manager) -> Iterator[None]:
+    """Let the environment say who this process is, as torchrun would, for libraries that ask it, however it was started."""
+    wanted = {"RANK": manager.rank, "WORLD_SIZE": manager.world_size, "LOCAL_RANK": manager.local_rank}
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: str(wanted[name]) for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

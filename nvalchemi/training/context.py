@@ -108,6 +108,8 @@ class TrainContext:
         Whether a dict of models was declared; the objective is then given the dict.
     num_epochs, num_steps
         Where the run ends, as declared.
+    accumulate
+        Micro-batches of a full step, as declared.
     generator
         This rank's random generator on the run's device.
     cursor, hooks, optimizers, schedulers, update
@@ -158,6 +160,7 @@ class TrainContext:
     several_models: bool = False
     num_epochs: int | None = None
     num_steps: int | None = None
+    accumulate: int = 1
     cursor: Cursor = None  # type: ignore[assignment]
     hooks: HookTable = None  # type: ignore[assignment]
     update: Update = None  # type: ignore[assignment]

@@ -112,6 +112,8 @@ class Hook:
     agreed
         Whether this hook skips steps, if any, from numbers that are the same on all ranks, on all of them. Otherwise, if it listens at
         GRADIENTS_READY, ranks ask each other before each update whether one of them skips it.
+    needs_gradients
+        Whether this hook reads or changes gradients, which not every owner of the update gives.
     checkpoint_dir
         Where this hook writes checkpoints, for ``resume_from="latest"``; ``None`` for all others.
     meta_init
@@ -120,9 +122,10 @@ class Hook:
     """
 
     order: ClassVar[Order] = Order.OBSERVE
-    claims: ClassVar[frozenset[str]] = frozenset()
+    claims: frozenset[str] = frozenset()
     scope: ClassVar[Scope] = Scope.SHARED
     agreed: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = False
     checkpoint_dir: Path | None = None
     meta_init: Callable[[Any], None] | None = None
     name: str = "hook"

@@ -130,6 +130,7 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
         several_models=not isinstance(strategy.models, nn.Module),
         num_epochs=strategy.num_epochs,
         num_steps=strategy.num_steps,
+        accumulate=strategy.accumulate,
         cursor=Cursor(in_one_order(loader, strategy.seed), manager.device, strategy.seed),
     )
     ctx.flags_before = before
@@ -185,6 +186,14 @@ def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
         raise ConfigError(
             f"world_size is {ctx.manager.world_size} but no hook shards the data", fix="add DDPHook() or FSDP2Hook() to hooks"
         )
+    if not ctx.update.gives_gradients:
+        needing = [hook.name for hook in ctx.hooks if hook.needs_gradients]
+        if needing:
+            raise ConfigError(
+                "hooks need gradients, which the engine keeps for itself",
+                found=", ".join(needing),
+                fix='leave them out; the engine clips where its configuration says "gradient_clipping"',
+            )
     check_labels(ctx.objective.labels, ctx.cursor.loader, "the training loader")
     if strategy.validation_config is not None:
         check_labels(ctx.objective.labels, strategy.validation_config.validation_data, "the validation data")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ class Update:
     optimizers
         The optimizers by name.
     """
+
+    gives_gradients: ClassVar[bool] = True
+    """Whether :meth:`gradients` can be had, for hooks that need them."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.optimizers = dict(optimizers)
@@ -38,6 +41,10 @@ class Update:
                 found="a tensor without a graph",
                 fix="look for detach() or no_grad() in the model, training_fn or loss, and for labels that no prediction answers",
             )
+        self.differentiate(loss, last)
+
+    def differentiate(self, loss: Tensor, last: bool) -> None:
+        """Run the backward pass of a loss that has a graph."""
         loss.backward()
 
     def unscale(self) -> bool:
@@ -143,3 +150,46 @@ class ScaledUpdate(Update):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = float(state["scale"])
         self.steps_since_change = int(state["steps_since_change"])
+
+
+class EngineUpdate(Update):
+    """Backward and step by DeepSpeed's engine, which clips and adds up by itself.
+
+    Parameters
+    ----------
+    engine
+        The engine.
+    optimizers
+        The run's, one.
+    carries
+        Whether losses pass through the engine's module.
+    """
+
+    gives_gradients = False
+
+    def __init__(self, engine: Any, optimizers: Mapping[str, Any], carries: bool) -> None:
+        super().__init__(optimizers)
+        self.engine, self.carries = engine, carries
+
+    def zero_grad(self) -> None:
+        """Nothing: the engine does, after each step."""
+
+    def differentiate(self, loss: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(self.engine(loss) if self.carries else loss, scale_wrt_gas=False)
+
+    def step(self) -> bool:
+        self.engine.step()
+        return bool(self.engine.was_step_applied())
+
+    def discard(self) -> bool:
+        # as the engine itself does after an overflow
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            if hasattr(optimizer, name):
+                setattr(optimizer, name, {})
+        return False
+
+    def gradients(self) -> list[Tensor]:
+        raise ConfigError("gradients are the engine's", fix='set "gradient_clipping" in its configuration to clip them')

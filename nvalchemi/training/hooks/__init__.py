@@ -5,6 +5,7 @@ from nvalchemi.training.hooks.checkpoint import CheckpointHook
 from nvalchemi.training.hooks.clip import GradientClipHook
 from nvalchemi.training.hooks.compile import CompileHook
 from nvalchemi.training.hooks.ddp import DDPHook
+from nvalchemi.training.hooks.deepspeed import DeepSpeedHook
 from nvalchemi.training.hooks.early_stop import EarlyStopHook
 from nvalchemi.training.hooks.ema import EMAHook, update_ema
 from nvalchemi.training.hooks.fsdp2 import FSDP2Hook
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointHook",
     "CompileHook",
     "DDPHook",
+    "DeepSpeedHook",
     "EMAHook",
     "EarlyStopHook",
     "FSDP2Hook",

@@ -37,6 +37,7 @@ class GradientClipHook(Hook):
     """
 
     order = Order.TRANSFORM
+    needs_gradients = True
     agreed = True
 
     def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:

@@ -56,7 +56,6 @@ class MixedPrecisionHook(Hook):
     """
 
     order = Order.COMPUTE
-    claims = frozenset({"update"})
 
     def __init__(
         self,
@@ -72,6 +71,8 @@ class MixedPrecisionHook(Hook):
         if chosen not in (torch.bfloat16, torch.float16):
             raise ConfigError("no precision for autocast", found=repr(dtype), needed="'bf16', 'fp16' or the torch dtype")
         self.dtype: torch.dtype = chosen
+        # bf16 needs no scale, so backward and step may be somebody else's
+        self.claims = frozenset({"precision", "update"} if chosen is torch.float16 else {"precision"})
         self.fp32_gradients = fp32_gradients
         self._scaling: dict[str, Any] = {
             "init_scale": init_scale,

@@ -53,6 +53,7 @@ class SpikeHook(Hook):
     """
 
     order = Order.GUARD
+    needs_gradients = True
     agreed = True
 
     def __init__(self, factor: float | None = 10.0, window: int = 100, max_consecutive: int = 10) -> None:

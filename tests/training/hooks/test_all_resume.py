@@ -14,6 +14,7 @@ from nvalchemi.training.hooks import (
     CheckpointHook,
     CompileHook,
     DDPHook,
+    DeepSpeedHook,
     EarlyStopHook,
     EMAHook,
     FSDP2Hook,
@@ -48,6 +49,7 @@ CASES = {
     CompileHook: [lambda folder: [CompileHook(backend="eager")]],
     DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
     FSDP2Hook: [lambda folder: [FSDP2Hook()]],
+    DeepSpeedHook: [lambda folder: [DeepSpeedHook(stage=2)]],  # in one process; of two ranks: tests/distributed
     EMAHook: [
         lambda folder: [EMAHook(0.9)],
         lambda folder: [EMAHook(0.99, bias_corrected=True), EMAHook(0.5, use_for_validation=False, name="fast")],

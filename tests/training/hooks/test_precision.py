@@ -225,7 +225,7 @@ def test_fp16_where_bf16_is_native_is_told(monkeypatch, caplog):
 def test_the_claim_is_exclusive():
     hook = MixedPrecisionHook()
     hook.name = "another"
-    with pytest.raises(ConfigError, match="claim 'update'"):
+    with pytest.raises(ConfigError, match="claim 'precision'"):
         strategy(network(), [hook, MixedPrecisionHook()]).run(batches())
 
 
