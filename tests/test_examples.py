@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,12 +17,21 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 ON_RANKS = [path for path in EXAMPLES if path.parent.name in ("intermediate", "ebm")]
 LAYOUT = "UserWarning: Grad strides do not match"  # torch, of a weight of one row, whose two layouts are the same numbers
+ENGINES = {"01_accelerate": "accelerate", "02_fabric": "lightning_fabric"}  # examples of packages that need not be there
 CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
+
+
+def need(path: Path) -> None:
+    """Skip an example whose package is not installed."""
+    package = ENGINES.get(path.stem)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
 
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path):
+    need(path)
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -39,6 +49,22 @@ def test_example_runs_on_two_ranks(path, tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(set(lines)) and "2 process(es)" in done.stdout
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr.replace(LAYOUT, "")
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem in ENGINES], ids=lambda path: path.stem)
+def test_another_engine_on_two_ranks_gives_what_one_process_gives(path, tmp_path):
+    """Losses of second order, averages and samplers outside; weights, losses and samples are printed, and are the same."""
+    need(path)
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    printed = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
+        command = [sys.executable, *launcher, str(path), "--cpu", "--epochs=2"]
+        done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append([line for line in done.stdout.splitlines() if line.startswith(("epoch", "samples", "weights"))])
+        assert f"{2 if launcher else 1} process(es)" in done.stdout
+    assert printed[0] == printed[1] and len(printed[0]) == 4
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
