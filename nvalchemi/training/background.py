@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.distributed import Manager
-from nvalchemi.errors import CheckpointError, NvalchemiError
+from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.agreement import first_rank, together
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("nvalchemi")
 _POLL = 0.02  # seconds between looks at the notes of other ranks
 _SIGN_OF_LIFE = 30.0  # seconds between lines in the log while a save is waited for
 _PATIENCE = 600.0  # seconds for a folder to show what another rank has written there
-_GRACE = 30.0  # the same, where the run has failed and ranks may be gone
+_GRACE = 5.0  # the same, where the run has failed and ranks may be gone
 
 
 class HostCopies:
@@ -103,7 +103,7 @@ class PendingSave:
     ) -> None:
         self._files, self._manifest, self._manager = files, manifest, manager
         self._check, self._after = check, after
-        self.temporary = first_rank(lambda: layout.begin(directory), manager)
+        self.temporary = first_rank(layout.refusals_of_the_disk(directory)(lambda: layout.begin(directory)), manager)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="nvalchemi-save", daemon=True)
@@ -146,32 +146,39 @@ class PendingSave:
         self._raise()
 
     def _raise(self) -> None:
-        if isinstance(self._error, NvalchemiError):
-            raise self._error
         if self._error is not None:
-            raise layout.not_written(self.temporary.parent, self._error) from self._error
+            raise self._error
 
     def _run(self) -> None:
         rank = self._manager.rank
         try:
             try:
-                self._check()
-                entries = {name: layout.write_file(self.temporary / name, writer) for name, writer in self._files.items()}
-                self._note(rank, {"files": entries})
-            except Exception as error:
-                self._error = error
-                self._note(rank, {"error": f"{type(error).__name__}: {error}"})
-                raise
+                self._write(rank)
             finally:
                 self._written.set()
             if rank == 0:
-                layout.finish(self.temporary, self._manifest, self._notes_of_all())
-                self._after()
+                self._appear()
         except Exception as error:  # noqa: BLE001 - raised where the main thread settles
             self._error = error
             if rank == 0:
                 self._wait_for_notes()
                 layout.discard(self.temporary)
+
+    def _write(self, rank: int) -> None:
+        try:
+            self._check()
+            with layout.refusals_of_the_disk(self.temporary.parent):
+                entries = {name: layout.write_file(self.temporary / name, writer) for name, writer in self._files.items()}
+                self._note(rank, {"files": entries})
+        except Exception as error:
+            self._error = error  # before the main thread hears that this is done
+            self._note(rank, {"error": f"{type(error).__name__}: {error}"})
+            raise
+
+    def _appear(self) -> None:
+        with layout.refusals_of_the_disk(self.temporary.parent):
+            layout.finish(self.temporary, self._manifest, self._notes_of_all())
+            self._after()
 
     def _note(self, rank: int, note: Mapping[str, Any]) -> None:
         path = self._note_of(rank)

@@ -42,12 +42,7 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
     """
     check_weights(ctx.optimizers, ctx.progress.step)
     files, facts = files_of(*gather(ctx), ctx.manager)
-    try:
-        return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
-        raise layout.not_written(directory, error) from error
+    return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
 
 
 def save_behind(ctx: TrainContext, directory: str | PathLike[str], copies: HostCopies, after: Callable[[], None]) -> PendingSave:
@@ -68,10 +63,7 @@ def save_behind(ctx: TrainContext, directory: str | PathLike[str], copies: HostC
         if parameter.requires_grad
     }
     check = partial(check_copies, copies.taken(weights), ctx.progress.step)
-    try:
-        return PendingSave(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager, check=check, after=after)
-    except OSError as error:
-        raise layout.not_written(directory, error) from error
+    return PendingSave(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager, check=check, after=after)
 
 
 def manifest(ctx: TrainContext) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nvalchemi.errors import CheckpointError
+from nvalchemi.errors import CheckpointError, NvalchemiError
 
 FORMAT = "nvalchemi-checkpoint"
 VERSION = 3
@@ -188,13 +189,19 @@ def discard(temporary: Path) -> None:
     _open.discard(temporary)
 
 
-def not_written(directory: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    """What is said where the disk refuses."""
-    return CheckpointError(
-        f"the checkpoint could not be written to {directory}",
-        found=str(error).partition("\n")[0] or type(error).__name__,
-        fix="free space or fix the permission; nothing is lost",
-    )
+@contextmanager
+def refusals_of_the_disk(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Say what was to be written, and what to do, where the disk refuses; collectives within it would be taken for the disk."""
+    try:
+        yield
+    except NvalchemiError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
+        raise CheckpointError(
+            f"the checkpoint could not be written to {directory}",
+            found=str(error).partition("\n")[0] or type(error).__name__,
+            fix="free space or fix the permission; nothing is lost",
+        ) from error
 
 
 def prune(directory: Path, keep_last: int | None, keep_best: int | None = None, metric: str = "loss", mode: str = "min") -> None:

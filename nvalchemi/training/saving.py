@@ -68,8 +68,10 @@ def files_of(
 
 def write(directory: Path, files: Mapping[str, Writer], manifest: Mapping[str, Any], manager: Manager) -> Path:
     """Write each rank's files into one checkpoint, which appears when all are on the disk; every rank returns after that."""
-    temporary = first_rank(lambda: layout.begin(directory), manager)
+    disk = layout.refusals_of_the_disk(directory)
+    temporary = first_rank(disk(lambda: layout.begin(directory)), manager)
 
+    @disk
     def write_own() -> dict[str, Any]:
         if not temporary.is_dir():
             raise CheckpointError(
@@ -80,7 +82,7 @@ def write(directory: Path, files: Mapping[str, Writer], manifest: Mapping[str, A
 
     try:
         entries = {name: entry for of_rank in together(write_own, manager) for name, entry in of_rank.items()}
-        return first_rank(lambda: layout.finish(temporary, manifest, entries), manager)
+        return first_rank(disk(lambda: layout.finish(temporary, manifest, entries)), manager)
     except BaseException:
         layout.discard(temporary)
         raise
