@@ -58,7 +58,7 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if not (torch.is_grad_enabled() and module.training):
+        if not (torch.is_grad_enabled() and module.training) or _is_transformed():
             return self._forward(*args, **kwargs)
         if holds_shards(module):
             # Gathered calls within compute again themselves, and their time is over when the backward comes.
@@ -113,6 +113,11 @@ class Recomputed:
             return nullcontext(), BuffersKept(self.module)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _is_transformed() -> bool:
+    """Whether a call is traced, or one of ``torch.func``: both know no operation with a backward of its own making."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 class _Hidden(Exception):

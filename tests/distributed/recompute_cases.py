@@ -92,3 +92,17 @@ def replicated(manager: Any, shares: Any, accumulate: int, autograd: bool) -> di
     result = train(manager, shares, autograd=autograd, accumulate=accumulate, hooks=[Look()])
     assert seen == [True]
     return result
+
+
+def under_fsdp2(manager: Any, loss: str, accumulate: int, hooks: str) -> dict[str, Any]:
+    """Ten steps under FSDP2Hook, with averages, of a network whose blocks are recomputed, or compiled."""
+    from nvalchemi.training.hooks import CompileHook, EMAHook
+    from tests.distributed import fsdp_cases
+
+    ema = EMAHook(0.5)
+    chosen: Any = {"recomputed": ActivationCheckpointHook(nn.Sequential), "compiled": CompileHook(backend="eager"), "": None}[
+        hooks
+    ]
+    found = fsdp_cases.run(manager, hooks=[ema, *([chosen] if chosen else [])], loss=loss, accumulate=accumulate)
+    assert not is_recomputed(found["model"])
+    return fsdp_cases.plain(found)

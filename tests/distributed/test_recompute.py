@@ -165,6 +165,40 @@ def test_names_copies_and_the_way_back():
     assert model.net.blocks[1].__dict__["forward"] == own and "forward" not in model.net.blocks[0].__dict__
 
 
+@pytest.mark.timeout(300)
+def test_under_torch_func_and_while_traced():
+    """Samplers' ``compile`` does both."""
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    wanted = torch.func.grad(lambda x: part(x).sum())(x)
+    recompute(part)
+    assert torch.equal(torch.func.grad(lambda x: part(x).sum())(x), wanted)
+    assert torch.func.vmap(part)(x).shape == (5, 1)
+    traced = torch.compile(torch.func.grad(lambda x: part(x).sum()), backend="eager", fullgraph=True)
+    assert torch.allclose(traced(x), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", ["first_order", "score"])
+def test_under_autocast(loss, dtype):
+    """What is computed again is rounded as the first time."""
+    torch.manual_seed(0)
+    model = Energy(dropout=0.3)
+    x = torch.randn(5, WIDTH)
+    function = LOSSES.get(loss, first_order)
+
+    def short(m):
+        with torch.autocast("cpu", dtype):
+            return function(m, x)
+
+    wanted, got = after_backward(model, model.net.blocks, short)
+    scale = max(float(g.abs().max()) for g in wanted if g is not None)
+    for a, b in zip(got, wanted, strict=True):
+        if a is not None and b is not None:
+            assert float((a - b).abs().max()) <= 2e-3 * scale
+
+
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_less_memory(order):
     """The blocks' inner activations are never there all at once: the hidden ones, two thirds of all, of one block of eight."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from nvalchemi.distributed import single_process
+from tests.distributed import recompute_cases as cases
 from tests.distributed.test_ddp import SHARES, assert_same, one_process
 
 CASES = "tests.distributed.recompute_cases:"
@@ -34,3 +37,14 @@ def test_under_ddp(ranks, name):
     wanted = one_process(accumulate, shares)
     for got in ranks.call(CASES + "replicated", shares, accumulate, False):
         assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("loss", ["first", "second"])
+@pytest.mark.parametrize(("hooks", "accumulate"), [("recomputed", 1), ("recomputed", 3), ("compiled", 1)])
+def test_under_fsdp2_hook(ranks, loss, hooks, accumulate):
+    """Ten steps of a sharded network, its blocks recomputed or compiled, are those of one process that does neither."""
+    wanted = cases.under_fsdp2(single_process("cpu"), loss, accumulate, "")
+    for got in ranks.call(CASES + "under_fsdp2", loss, accumulate, hooks):
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
+        for a, b in zip(got["weights"], wanted["weights"], strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)

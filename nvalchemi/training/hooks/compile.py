@@ -156,7 +156,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph = torch.is_grad_enabled()
-        if graph and not self.always and _requires_gradient(args, kwargs):
+        # traced already, as by a sampler's own compile()
+        if torch.compiler.is_compiling() or (graph and not self.always and _requires_gradient(args, kwargs)):
             return self._plain()(*args, **kwargs)
         self.calls += graph and self.module.training
         if self._function is None:
