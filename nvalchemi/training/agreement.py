@@ -48,6 +48,7 @@ def steps(ctx: TrainContext, size: int) -> Iterator[Step]:
 
 def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
     for group in own:
+        ctx.save_due = ctx.take_save_request()
         yield group, None if len(group) == 1 else group_counts(ctx.objective, group)
         if ctx.finished:
             return
@@ -67,8 +68,9 @@ def _together(ctx: TrainContext, own: Iterator[list[Any]], size: int) -> Iterato
         except Exception as raised:  # noqa: BLE001 - it is raised below, when the others know of it
             error = raised
         apart, slots = _in_slots(counts, manager)
-        flags = [group is not None, cursor.at_end, error is not None, stop, apart]
-        ready, ended, failed, stopping, any_apart, *sums = agree([*flags, *slots], manager)
+        flags = [group is not None, cursor.at_end, error is not None, stop, apart, ctx.take_save_request()]
+        ready, ended, failed, stopping, any_apart, saving, *sums = agree([*flags, *slots], manager)
+        ctx.save_due = bool(saving)
         if failed:
             raise_together(error, manager)
         if stopping:

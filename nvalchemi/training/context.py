@@ -135,6 +135,10 @@ class TrainContext:
         Whether the run ends because its process is wanted away, on all ranks: there is time to save and for nothing else.
     interrupt_asked
         Whether this rank was told so, as long as the ranks have not agreed on it.
+    save_asked
+        Whether this rank was asked for a checkpoint, as long as the ranks have not agreed on it.
+    save_due
+        Whether a checkpoint is wanted at the end of the current step, on all ranks.
     metrics
         Numbers for reporters, by name; tensors stay tensors until a reporter asks.
     validation
@@ -178,6 +182,8 @@ class TrainContext:
     stop_reason: str | None = None
     interrupted: bool = False
     interrupt_asked: bool = False
+    save_asked: bool = False
+    save_due: bool = False
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     validation: dict[str, float] | None = None
     validation_data: Any = None
@@ -244,6 +250,17 @@ class TrainContext:
         """As :meth:`stop`, where time is short: a validation is cut short and made up for by the run that resumes."""
         self.interrupt_asked = True
         self.stop(reason)
+
+    def save_soon(self) -> None:
+        """Save a checkpoint at the end of the step that begins next, on all ranks where one says so, and go on."""
+        self.save_asked = True
+
+    def take_save_request(self) -> bool:
+        """Whether somebody said :meth:`save_soon` since the last time."""
+        if self.save_asked:  # a signal that comes from here on is the same request
+            self.save_asked = False
+            return True
+        return False
 
     def skip_step(self, reason: str, *, agreed: bool = False) -> None:
         """Do not take this step's update: all ranks skip it where one says so, and the first reason given is kept.

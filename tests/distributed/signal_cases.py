@@ -99,3 +99,11 @@ def in_validation(manager, folder, whom):
     rest = sitting(manager, f"{folder}/broken", callback=only_count)
     whole = sitting(manager, f"{folder}/whole", callback=only_count)
     return broken | {"batches": done_then}, rest, whole
+
+
+def asked_to_save(manager, folder, whom):
+    """A run of eight steps in which ranks ``whom`` are asked for a checkpoint in their second step; the steps that were saved."""
+    send = Send(signal.SIGUSR2 if manager.rank in whom else None, TrainingStage.LOSS_READY, 1)
+    hook = CheckpointHook(folder, Every(steps=1000), save_on_signal=signal.SIGUSR2)
+    report = run(manager, batches(4, manager.rank), send, hook, num_epochs=2)
+    return report["error"], report["steps"], [c.step for c in layout.list_checkpoints(Path(folder))]

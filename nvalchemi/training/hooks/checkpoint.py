@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import checkpoint, layout
@@ -40,6 +42,9 @@ class CheckpointHook(PeriodicHook):
     async_save
         Training waits only until the state is copied to host memory, which a thread then writes. The copy takes as much memory as the
         state, and is kept for the next one. The run waits for a save before it begins the next, and before it ends.
+    save_on_signal
+        Such as ``signal.SIGUSR2``: a process that gets it saves at the end of the step that begins next, on all ranks where one gets it, and
+        goes on. Only in the main thread, which is the only one that Python tells of signals.
 
     Raises
     ------
@@ -62,6 +67,7 @@ class CheckpointHook(PeriodicHook):
         metric: str = "loss",
         mode: Literal["min", "max"] = "min",
         async_save: bool = False,
+        save_on_signal: signal.Signals | None = None,
     ) -> None:
         super().__init__(Every(epochs=1) if every is None else every)
         if (keep_last is not None and keep_last < 1) or (keep_best is not None and keep_best < 1) or mode not in ("min", "max"):
@@ -72,7 +78,11 @@ class CheckpointHook(PeriodicHook):
             )
         self.checkpoint_dir = Path(directory)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
-        self.async_save = async_save
+        given: Any = save_on_signal
+        if not isinstance(given, signal.Signals | None):
+            raise ConfigError("save_on_signal is no signal", found=repr(given), needed="such as signal.SIGUSR2, or None")
+        self.async_save, self.save_on_signal = async_save, save_on_signal
+        self.claims = frozenset() if save_on_signal is None else frozenset({save_on_signal.name})
         self._copies: HostCopies | None = None
         self._pending: PendingSave | None = None
         self._saved: tuple[int, int] | None = None
@@ -125,6 +135,25 @@ class CheckpointHook(PeriodicHook):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.settle()
+
+    @on(TrainingStage.STEP_END)
+    def asked(self, ctx: TrainContext) -> None:
+        """Save where somebody asked for it, unless that was done just now."""
+        if ctx.save_due and self._saved != place(ctx.progress.state_dict()):
+            self.act(ctx)
+
+    @around(TrainingSpan.RUN)
+    def listen(self, ctx: TrainContext) -> Iterator[None]:
+        """Take over the signal for the time of the run."""
+        if self.save_on_signal is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(self.save_on_signal) or signal.SIG_DFL
+        signal.signal(self.save_on_signal, lambda number, frame: ctx.save_soon())
+        try:
+            yield
+        finally:
+            signal.signal(self.save_on_signal, before)
 
     @on(TrainingStage.TRAINING_END)
     def last(self, ctx: TrainContext) -> None:

@@ -42,6 +42,7 @@ class StopOnSignalHook(Hook):
 
     def __init__(self, signals: tuple[signal.Signals, ...] = USUAL) -> None:
         self.signals = signals
+        self.claims = frozenset(signal.Signals(number).name for number in signals)
 
     @around(TrainingSpan.RUN)
     def listen(self, ctx: TrainContext) -> Iterator[None]:
