@@ -129,13 +129,15 @@ class Keep(Hook):
         self.losses.append(float(ctx.loss.total))
 
 
-def train(manager, name: str, accumulate: int, sizes: list[list[int]], hook: Hook | None = None) -> dict[str, Any]:
+def train(
+    manager, name: str, accumulate: int, sizes: list[list[int]], hook: Hook | None = None, rate: float = RATE
+) -> dict[str, Any]:
     """Train a case on the rank's share, replicated or as the hook says."""
     make_model, make_loss = (CASES | ATOMS)[name]
     model, keep = make_model(), Keep()
     strategy = TrainingStrategy(
         models=model,
-        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": RATE}),
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": rate}),
         loss_fn=make_loss(model),
         num_epochs=1,
         accumulate=accumulate,
@@ -147,16 +149,18 @@ def train(manager, name: str, accumulate: int, sizes: list[list[int]], hook: Hoo
     return {"gradients": keep.gradients, "losses": keep.losses, "weights": [full(p).detach() for p in model.parameters()]}
 
 
-def sharded(manager, name: str, accumulate: int, sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+def sharded(
+    manager, name: str, accumulate: int, sizes: list[list[int]], options: dict[str, Any], rate: float = RATE
+) -> dict[str, Any]:
     """As `train`, divided between the ranks."""
-    return train(manager, name, accumulate, sizes, FSDP2Hook(**options))
+    return train(manager, name, accumulate, sizes, FSDP2Hook(**options), rate)
 
 
-def by_hand(name: str, accumulate: int, sizes: list[list[int]]) -> dict[str, Any]:
+def by_hand(name: str, accumulate: int, sizes: list[list[int]], rate: float = RATE) -> dict[str, Any]:
     """The same batches and noise in one process: a plain loop, one loss and one generator for each rank."""
     make_model, make_loss = (CASES | ATOMS)[name]
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     ranks = range(len(sizes))
     loss_fns = [make_loss(model) for _ in ranks]
     generators = [torch.Generator().manual_seed(derive_seed(SEED, "rank", rank)) for rank in ranks]

@@ -176,20 +176,39 @@ def test_ranks_draw_noise_of_their_own_and_have_equal_weights(ranks):
     assert not torch.equal(first["noise"][0], second["noise"][0])
 
 
-def test_four_ranks():
+@pytest.fixture(scope="module")
+def four():
+    group = Ranks(4)
+    yield group
+    group.close()
+
+
+def test_four_ranks(four):
     """Shards of all, and replicas of shards; a rank without validation data; uneven rows."""
     wanted = cases.everything(ALONE, 0.5, 1, "second")
-    four = [[MOLECULES[0:1]], [MOLECULES[1:3]], [MOLECULES[3:5], MOLECULES[5:6]], [MOLECULES[6:9], MOLECULES[9:12]]]
-    forces = forces_of_one_process(2, four)
-    group = Ranks(4)
-    try:
-        for sharding in ({}, {"shard": 2}, {"shard": 2, "reshard_after_forward": False}):
-            for got in group.call(f"{CASES}:everything", 0.5, 1, "second", sharding):
-                assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
-                assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-9)
-                assert got["validation"] == pytest.approx(wanted["validation"], rel=1e-9)
-                assert_close(got["weights"], wanted["weights"])
-        for got in group.call("tests.distributed.ddp_cases:sharded", four, True, 2, {"shard": 2}):
-            assert_same_forces(got, forces)
-    finally:
-        group.close()
+    shares = [[MOLECULES[0:1]], [MOLECULES[1:3]], [MOLECULES[3:5], MOLECULES[5:6]], [MOLECULES[6:9], MOLECULES[9:12]]]
+    forces = forces_of_one_process(2, shares)
+    for sharding in ({}, {"shard": 2}, {"shard": 2, "reshard_after_forward": False}):
+        for got in four.call(f"{CASES}:everything", 0.5, 1, "second", sharding):
+            assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
+            assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-9)
+            assert got["validation"] == pytest.approx(wanted["validation"], rel=1e-9)
+            assert_close(got["weights"], wanted["weights"])
+    for got in four.call("tests.distributed.ddp_cases:sharded", shares, True, 2, {"shard": 2}):
+        assert_same_forces(got, forces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [*LOSS_CASES, *ATOMS])
+def test_twenty_steps_of_four_ranks(four, name, accumulate):
+    """Every loss, on shards of all ranks and on replicas of shards, with unlike batches."""
+    sizes = [[1 + (5 * rank + 3 * i) % 4 for i in range(20 * accumulate)] for rank in range(4)]
+    rate = 1e-4 if name in ATOMS else 0.05  # forces of atoms that happen to meet are large
+    wanted = by_hand(name, accumulate, sizes, rate)
+    for options in ({"reshard_after_forward": True}, {"shard": 2, "reshard_after_forward": False}):
+        for got in four.call(f"{LOSSES}:sharded", name, accumulate, sizes, options, rate):
+            assert len(got["losses"]) == 20
+            largest = max(float(b.abs().max()) for b in wanted["weights"])
+            for a, b in zip(got["weights"], wanted["weights"], strict=True):
+                assert float((a - b).abs().max()) <= 1e-9 * largest
