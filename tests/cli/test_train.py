@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -260,3 +261,35 @@ def test_export(trained, tmp_path, raw):
     assert "there already" in call("export", trained, file, code=2).stderr
     assert "is no folder" in " ".join(call("export", trained, tmp_path / "absent" / "m", code=2).stderr.split())
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("config.yaml", ("optimizer", "name")),
+        ("config.yaml", ("model", "name")),
+        ("config.yaml", ("loss", "energy", "kind")),
+        ("config.yaml", ("schedule", "kind")),
+        ("config.yaml", ("training", "training_fn")),
+        ("config.yaml", ("data", "dtype")),
+        ("model.json", ("model",)),
+        ("model.json", ("net", "net")),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_b114_a_recipe_that_names_a_call_is_refused(trained, tmp_path, file, place):
+    """Names are looked up in lists of the package's own: nothing that they name is imported."""
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(trained, run)
+    recipe = yaml.safe_load((run / file).read_text())  # which JSON is too
+    section = recipe
+    for key in place[:-1]:
+        section = section.setdefault(key, {})
+    section[place[-1]] = f"os.system:touch {marker}"
+    (run / file).write_text(yaml.safe_dump(recipe) if file.endswith("yaml") else json.dumps(recipe))
+    for command in (("resume", run, "training.epochs=9"), ("export", run, tmp_path / "out"), ("evaluate", run, "test.zarr")):
+        # a model that is there is made by model.json alone; an export copies that, and loading the export refuses it
+        looked_at = place != ("model", "name") and (command[0] != "export" or file == "config.yaml")
+        said = call(*command, code=2 if looked_at else 0)
+        assert "Traceback" not in said.output
+    assert not marker.exists()

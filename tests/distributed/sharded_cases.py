@@ -13,7 +13,12 @@ from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
 from nvalchemi.distributed import barrier
 from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
 from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, checkpoint, layout, on
-from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, FSDP2Hook
+from nvalchemi.training.hooks import CheckpointHook, CompileHook, DDPHook, EMAHook, FSDP2Hook
+
+
+def compiled() -> CompileHook:
+    """Compiled without a compiler, which takes its time."""
+    return CompileHook(backend="eager")
 
 
 class Tied(nn.Sequential):
@@ -28,7 +33,14 @@ class Tied(nn.Sequential):
         self.register_buffer("offset", torch.tensor(0.25))
 
 
-HOOKS: dict[str, Any] = {"sharded": FSDP2Hook, "replicated": DDPHook, "alone": None}
+HOOKS: dict[str, list[Any]] = {
+    "sharded": [FSDP2Hook],
+    "replicated": [DDPHook],
+    "alone": [],
+    "sharded, compiled": [FSDP2Hook, compiled],
+    "replicated, compiled": [DDPHook, compiled],
+    "alone, compiled": [compiled],
+}
 
 
 def data() -> InMemoryDataset:
@@ -60,7 +72,6 @@ def train(
     def at_start(ctx: Any) -> None:
         seen["start"] = whole(checkpoint.gather(ctx)[0])
 
-    hook = HOOKS[how]
     hooks: list[Any] = [EMAHook(0.9), CheckpointHook(folder, Every(steps=every), keep_last=None, async_save=behind), at_start]
     strategy = TrainingStrategy(
         models=Tied(seed),
@@ -79,7 +90,7 @@ def train(
         num_steps=steps,
         distributed_manager=manager,
         resume_from=resume_from,
-        hooks=[*hooks, *([] if hook is None else [hook()])],
+        hooks=[*hooks, *(make() for make in HOOKS[how])],
     )
     ctx = strategy.run(DataLoader(data(), batch_size=16 // manager.world_size, shuffle=True, seed=3))
     seen["end"] = whole(checkpoint.gather(ctx)[0])

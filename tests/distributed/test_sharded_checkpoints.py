@@ -95,6 +95,27 @@ def test_one_process_reads_it_without_a_group(saved: Any) -> None:
     assert not torch.equal(average[0].weight, model[0].weight)
 
 
+@pytest.mark.parametrize("how", ["alone, compiled", "replicated, compiled", "sharded, compiled"])
+def test_b74_wrappers_leave_no_mark(ranks: Any, tmp_path: Any, how: str) -> None:
+    """Weights and averages load strictly into a plain model, and a plain run goes on with all of it."""
+    if how.startswith("alone"):
+        end = cases.train(single_process("cpu"), how, str(tmp_path), 4)["end"]
+    else:
+        end = ranks.call(f"{CASES}:train", how, str(tmp_path), 4)[0]["end"]
+    saved = layout.latest(tmp_path)
+    assert saved is not None
+    shared = reading.read_shared(saved)
+    for state, expected in (
+        (shared["models"]["model"], end["models"]["model"]),
+        (shared["hooks"]["ema"]["models"]["model"], end["hooks"]["ema"]["models"]["model"]),
+    ):
+        model = cases.Tied(3)
+        model.load_state_dict(placed(state))
+        assert list(state_differences(expected, model.state_dict())) == []
+    rest = cases.train(single_process("cpu"), "alone", str(tmp_path / "rest"), 6, str(tmp_path))
+    assert list(state_differences(end, rest["start"], COUNTERS)) == []
+
+
 @pytest.mark.parametrize("how", ["sharded", "replicated", "alone"])
 def test_its_weights_are_exported_one_tensor_at_a_time(saved: Any, tmp_path: Any, how: str, monkeypatch: Any) -> None:
     path, expected = saved[how]
