@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nvalchemi.data.datapipes.sharding import shard_loader
 from nvalchemi.data.datapipes.share import share_for_validation
@@ -16,6 +19,11 @@ from nvalchemi.training.stages import Order, TrainingSpan
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
+
+logger = logging.getLogger("nvalchemi")
+
+BYTES = 16  # of a float32 parameter with its gradient and Adam's two moments
+ROOM = 20  # a model whose training state fits so many times on its device needs no sharding
 
 _runs = count()  # runs are begun by all ranks together, so each has the same number everywhere
 
@@ -90,3 +98,17 @@ class DataParallelHook(Hook):
                 fix=f"add it to {kind}(model_keys=...), or leave model_keys out",
             )
         return list(self.model_keys)
+
+    @staticmethod
+    def say_if_it_fits(ctx: TrainContext, names: Sequence[str]) -> None:
+        """Tell, once, where weights are to be divided that fit many times on each device."""
+        if not ctx.manager.cuda or ctx.manager.rank != 0:
+            return
+        state = BYTES * sum(p.numel() for name in names for p in ctx.models[name].parameters())
+        room = torch.cuda.get_device_properties(ctx.device).total_memory
+        if state * ROOM < room:
+            logger.warning(
+                "the models' training state is about %.2g GB and the device has %.3g: DDPHook() would communicate less",
+                state / 1e9,
+                room / 1e9,
+            )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nvalchemi.distributed import single_process
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training.engine import filled, read_config
 from nvalchemi.training.hooks import DeepSpeedHook
 from tests.distributed import deepspeed_cases as cases
@@ -152,6 +154,21 @@ def test_values_that_do_not_fit(config, match):
 def test_configurations_that_are_none(settings, match):
     with pytest.raises(ConfigError, match=match):
         DeepSpeedHook(**settings)
+
+
+def test_another_number_of_ranks_is_refused():
+    with pytest.raises(CheckpointError, match=r"divided between the ranks that saved it.*3 ranks.*needed: 2.*init_from"):
+        DeepSpeedHook(stage=1).divide_anew([{}, {}], 2, 3)
+
+
+@pytest.mark.parametrize(("memory", "told"), [(1 << 30, True), (1 << 14, False)])
+def test_weights_that_fit_many_times_need_no_dividing(memory, told, monkeypatch, caplog):
+    """ZeRO 3 or full sharding of a small model costs time for nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    ctx = SimpleNamespace(manager=SimpleNamespace(cuda=True, rank=0), models={"model": torch.nn.Linear(9, 10)}, device="cuda:0")
+    with caplog.at_level(logging.WARNING, "nvalchemi"):
+        DeepSpeedHook.say_if_it_fits(ctx, ["model"])
+    assert ("DDPHook() would communicate less" in caplog.text) == told
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="the package is installed")

@@ -100,6 +100,8 @@ class DeepSpeedHook(DataParallelHook):
             raise ConfigError(
                 "at stage 3 no rank has the weights that a checkpoint of the strategy holds", fix=f"write {INSTEAD}"
             )
+        if self.stage == 3:
+            self.say_if_it_fits(ctx, names)
         self.divide(ctx)
         for tensor in (*self._target.original.parameters(), *self._target.original.buffers()):
             tensor.data.copy_(broadcast(tensor.data, ctx.manager))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,6 @@ from nvalchemi.training.stages import TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
-
-logger = logging.getLogger("nvalchemi")
-
-BYTES = 16  # of a float32 parameter with its gradient and Adam's two moments
-ROOM = 20  # a model whose training state fits so many times on its device needs no sharding
 
 
 class FSDP2Hook(DataParallelHook):
@@ -107,7 +101,7 @@ class FSDP2Hook(DataParallelHook):
         """Divide the data and the models."""
         self.divide(ctx)
         names = self.names(ctx)
-        _say_if_it_fits(ctx, names)
+        self.say_if_it_fits(ctx, names)
         self._shards = Shards(
             ctx.models, names, self.sharding, ctx.manager, derive_seed(ctx.cursor.seed, "weights"), self.meta_init
         )
@@ -133,16 +127,3 @@ class FSDP2Hook(DataParallelHook):
         if self._shards is not None:
             self._shards.close()
             self._shards = None
-
-
-def _say_if_it_fits(ctx: TrainContext, names: list[str]) -> None:
-    if not ctx.manager.cuda or ctx.manager.rank != 0:
-        return
-    state = BYTES * sum(p.numel() for name in names for p in ctx.models[name].parameters())
-    room = torch.cuda.get_device_properties(ctx.device).total_memory
-    if state * ROOM < room:
-        logger.warning(
-            "the models' training state is about %.2g GB and the device has %.3g: DDPHook() would communicate less",
-            state / 1e9,
-            room / 1e9,
-        )
