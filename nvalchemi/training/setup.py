@@ -165,6 +165,11 @@ def build_optimizers(ctx: TrainContext, configs: Any) -> None:
             ctx.scaled_rates[name] = built.scaled
             if ctx.manager.rank == 0:
                 logger.info("%s", built.scaled)
+        elif ctx.manager.world_size > 1 and ctx.manager.rank == 0:
+            logger.info(
+                "optimizer '%s': the batch of a step is that of %d processes, the rate is as declared; OptimizerConfig(lr_scaling=...) moves it",
+                name, ctx.manager.world_size,
+            )  # fmt: skip
     owners: dict[int, str] = {}
     for name, optimizer in ctx.optimizers.items():
         for group in optimizer.param_groups:

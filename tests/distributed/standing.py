@@ -11,18 +11,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 class Ranks:
-    """``size`` processes in one group; ``call("module:function", ...)`` runs a function on all of them."""
+    """``size`` processes in one group; ``call("module:function", ...)`` runs a function on all of them.
+
+    ``device`` is that of ``pytest --device``: with ``"cuda"`` each process has a GPU of its own and talks through NCCL, and what a case gives
+    comes back on the CPU.
+    """
+
+    device = "cpu"
 
     def __init__(self, size: int = 2) -> None:
+        if self.device == "cuda" and _gpus() < size:
+            pytest.skip(f"{size} ranks need as many GPUs, and there are {_gpus()}")
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._groups = 0
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._meeting(), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self.device, self._meeting(), theirs), daemon=True)
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -62,8 +72,14 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _serve(rank: int, size: int, kind: str, meeting: str, pipe: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if kind == "cuda" else ""
     import torch
     import torch.distributed as dist
 
@@ -77,12 +93,14 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         limit = timedelta(seconds=50)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
+        # also under NCCL a case may send what lies on the host
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=limit)
 
     torch.set_num_threads(1)
     join()
     # the light manager: the real one is tried under torchrun
-    manager = SingleProcess(torch.device("cpu"), rank=rank, local_rank=rank, world_size=size, distributed=True)
+    manager = SingleProcess(torch.device(kind), rank=rank, local_rank=rank, world_size=size, distributed=True)
     while True:
         try:
             case, arguments, group, after = pipe.recv()
@@ -94,10 +112,19 @@ def _serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
             join()
         try:
             torch.manual_seed(0)
-            answer = (True, getattr(importlib.import_module(module), function)(manager, *arguments))
+            found = getattr(importlib.import_module(module), function)(manager, *arguments)
+            answer = (True, _on_host(found) if kind == "cuda" else found)
         except BaseException:  # noqa: BLE001 - told to the test
             answer = (False, traceback.format_exc())
         if after != meeting:
             meeting = after
             join()
         pipe.send(answer)
+
+
+def _on_host(value: Any) -> Any:
+    """Tensors on the CPU, wherever they are in what a case gives."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, value)

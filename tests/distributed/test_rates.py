@@ -13,5 +13,9 @@ def test_rates_of_two_ranks(ranks):
 
 
 def test_rates_as_declared(ranks):
-    for rates, scaled, said in ranks.call("tests.distributed.rates_cases:scaled", None):
-        assert rates == {"model": pytest.approx(0.01)} and scaled == {} and said == []
+    """Nothing is scaled; that the batch has grown is told once."""
+    for rank, (rates, scaled, said) in enumerate(ranks.call("tests.distributed.rates_cases:scaled", None)):
+        assert rates == {"model": pytest.approx(0.01)} and scaled == {}
+        assert [line.startswith("optimizer 'model': the batch of a step is that of 2 processes") for line in said] == [True] * (
+            rank == 0
+        )
