@@ -89,6 +89,41 @@ class AtomChains(Chains):
         """Nothing: coordinates of different structures have no mean."""
         return {}
 
+    def unlike_pair(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Two atoms of unlike species in each structure, drawn evenly from all such ordered pairs.
+
+        Parameters
+        ----------
+        first, second
+            Numbers (size,), uniform in [0, 1).
+
+        Returns
+        -------
+        tuple
+            Indices of the atoms, (size,) int64 each, and which structures have such a pair; elsewhere both are the first atom.
+        """
+        numbers, owner = plain(self._batch.atomic_numbers), self._owner
+        begins = plain(self._batch.atom_offsets)[:-1]
+        kinds, kind = torch.unique(numbers, return_inverse=True)
+        counts = torch.zeros(self.size, len(kinds), dtype=torch.long, device=owner.device)
+        counts.index_put_((owner, kind), torch.ones_like(owner), accumulate=True)
+        # an atom comes first as often as there are others that are unlike it
+        others = plain(self._batch.num_nodes_per_graph).index_select(0, owner) - counts[owner, kind]
+        one, pairs = self._weighted(others, begins, first)
+        there = pairs > 0
+        unlike = (kind != kind.index_select(0, one).index_select(0, owner)).long()
+        two, _ = self._weighted(unlike, begins, second)
+        return torch.where(there, one, begins), torch.where(there, two, begins), there
+
+    def _weighted(self, weights: Tensor, begins: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """One atom of each structure by whole weights (N,), and the sums of these, (size,)."""
+        ends = weights.cumsum(0)
+        totals = torch.zeros_like(begins).index_add(0, self._owner, weights)
+        before = ends.index_select(0, begins) - weights.index_select(0, begins)
+        # never the total itself, to which a number near 1 might be rounded
+        ranks = torch.minimum((draws.double() * totals).long(), (totals - 1).clamp(min=0))
+        return torch.searchsorted(ends, before + ranks, right=True).clamp(max=len(weights) - 1), totals
+
     # -- some of the chains ------------------------------------------------------------------------------------------
 
     def subset(self, index: Tensor) -> AtomChains:

@@ -8,6 +8,7 @@ from nvalchemi.ebm.samplers.hmc import HamiltonianMonteCarlo, MetropolisAdjusted
 from nvalchemi.ebm.samplers.langevin import LangevinDynamics
 from nvalchemi.ebm.samplers.nuts import NoUTurnSampler
 from nvalchemi.ebm.samplers.riemannian import RiemannianManifoldHMC
+from nvalchemi.ebm.samplers.swaps import SpeciesSwaps
 from nvalchemi.ebm.samplers.underdamped import UnderdampedLangevin
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "NoUTurnSampler",
     "RiemannianManifoldHMC",
     "Sampler",
+    "SpeciesSwaps",
     "UnderdampedLangevin",
 ]
