@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
-from nvalchemi.training.hooks import DDPHook, EMAHook, MixedPrecisionHook
+from nvalchemi.training.hooks import DDPHook, EMAHook, GradientClipHook, MixedPrecisionHook
 from tests.distributed.ddp_cases import own
 
 SGD = OptimizerConfig(torch.optim.SGD, {"lr": 0.05})
@@ -108,6 +108,21 @@ def mixed(manager, dtype, accumulate):
         MixedPrecisionHook(dtype, init_scale=256.0),
         accumulate=accumulate,
     )
+
+
+def clipped(manager, dtype, accumulate):
+    """The limit is below every norm, so that each update is cut; the norm and the loss that are told are kept."""
+    data = shares(manager, 3, accumulate, torch.float32)
+    told: list[tuple[float, float]] = []
+
+    class Told(Hook):
+        @on(TrainingStage.STEP_END)
+        def look(self, ctx) -> None:
+            told.append((float(ctx.metrics["grad_norm"]), float(ctx.loss.total)))
+
+    hooks = (MixedPrecisionHook(dtype, init_scale=1024.0), GradientClipHook(0.01), Told())
+    found = run(manager, mlp(1, dtype=torch.float32), data, predict, squared, *hooks, accumulate=accumulate)
+    return found | {"told": told}
 
 
 def overflow(manager):

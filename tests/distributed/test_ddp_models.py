@@ -41,6 +41,20 @@ def test_mixed_precision(ranks, dtype, tolerance, accumulate):
     assert alone["step"] == 3 and first["metrics"] == second["metrics"] == alone["metrics"]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 3e-2), ("fp16", 4e-3)])
+def test_norms_and_losses_are_the_true_ones(ranks, dtype, tolerance, accumulate):
+    """B46, B48: neither the loss scale, nor the number of ranks, nor that of micro-batches is in what is told or cut."""
+    alone, (first, second) = both(ranks, "clipped", dtype, accumulate)
+    assert first["told"] == second["told"] and len(alone["told"]) == 3
+    for got, wanted in zip(first["told"], alone["told"], strict=True):
+        assert got == pytest.approx(wanted, rel=tolerance)
+    for gradients in (alone["gradients"], first["gradients"]):
+        for step in gradients:
+            assert float(torch.stack([g.norm() for g in step.values()]).norm()) == pytest.approx(0.01, rel=1e-5)
+    assert_same_weights(first, second)
+
+
 def test_an_overflow_on_one_rank_is_agreed_on(ranks):
     """B44 on ranks: both skip the step, lower the scale and leave the average alone, though rank 0 saw finite gradients."""
     first, second = ranks.call(f"{CASES}:overflow")
