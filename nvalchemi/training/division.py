@@ -15,7 +15,10 @@ logger = logging.getLogger("nvalchemi")
 
 
 class DivisionReport(Hook):
-    """Part of every run: the first epoch's samples that are not trained on, or twice so that all ranks have as many, are told in the log."""
+    """Part of every run: the first epoch's samples that are not trained on, or twice so that all ranks have as many, are told in the log.
+
+    More than a tenth of them is a warning.
+    """
 
     def __init__(self) -> None:
         self._said = False
@@ -33,10 +36,17 @@ class DivisionReport(Hook):
         twice = division.dealt() - trained
         ranks = division.division_facts().get("ranks", 1)
         if trained < total:
-            logger.info(
-                "epoch %d leaves out %d of %d samples: the last ones of its order", ctx.progress.epoch, total - trained, total
-            )
+            logger.log(
+                _level(total - trained, total),
+                "epoch %d leaves out %d of %d samples: the last ones of its order", ctx.progress.epoch, total - trained, total,
+            )  # fmt: skip
         if twice > 0:
-            logger.info(
-                "epoch %d has %d of %d samples twice: %s ranks take as many each", ctx.progress.epoch, twice, total, ranks
-            )
+            logger.log(
+                _level(twice, total),
+                "epoch %d has %d of %d samples twice: %s ranks take as many each", ctx.progress.epoch, twice, total, ranks,
+            )  # fmt: skip
+
+
+def _level(samples: int, total: int) -> int:
+    # some are left over wherever sizes do not divide; a tenth is another data set, and to be seen without any setting of the log
+    return logging.WARNING if 10 * samples > total else logging.INFO

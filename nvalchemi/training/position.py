@@ -62,6 +62,11 @@ def take_up(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Path) 
 
 def _refusal(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Path) -> CheckpointError:
     cursor = ctx.cursor
+    if not then:
+        return CheckpointError(
+            f"{path} stands in the middle of an epoch, and its format is an earlier one, which did not say in what order",
+            fix="finish the epoch with the version that began it, or take the weights alone with init_from",
+        )
     before = {"processes": ranks, **(then.get("order") or {}), **(then.get("division") or {})}
     now = cursor.described()
     here = {"processes": ctx.manager.world_size, **now["order"], **now["division"]}

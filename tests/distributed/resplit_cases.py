@@ -36,6 +36,7 @@ LOADERS: dict[str, Any] = {
     "workers": lambda size: TorchLoader(
         TensorDataset(rows(0, 20)), batch_size=size, shuffle=True, num_workers=2, multiprocessing_context="fork"
     ),
+    "1": lambda size: DataLoader(InMemoryDataset(rows(0, 1)), batch_size=size, shuffle=True),
     "41": lambda size: DataLoader(InMemoryDataset(rows(0, 41)), batch_size=size, shuffle=True),
     "41, dropped": lambda size: DataLoader(InMemoryDataset(rows(0, 41)), batch_size=size, shuffle=True, drop_last=True),
 }
@@ -142,7 +143,7 @@ def logged(manager: Any, folder: str, kind: str) -> list[str]:
     """What a run of two epochs says of what it leaves out or repeats."""
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
     logger = logging.getLogger("nvalchemi")
     level = logger.level
     logger.addHandler(handler)
@@ -152,4 +153,4 @@ def logged(manager: Any, folder: str, kind: str) -> list[str]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return [line for line in said if line.startswith("epoch")]
+    return [line for line in said if " epoch " in line and ("twice" in line or "leaves out" in line)]

@@ -89,9 +89,11 @@ def test_workers_of_torchs_loader_go_on_in_the_unbroken_order(ranks: Any, tmp_pa
 
 
 def test_what_is_left_out_or_repeated_is_told_once(ranks: Any, tmp_path: Any) -> None:
-    """B25: 41 rows on 2 ranks."""
+    """B25: 41 rows on 2 ranks, and 1, which both ranks train on: more than a tenth is a warning."""
     first, second = ranks.call(f"{CASES}:logged", str(tmp_path / "a"), "41")
-    assert first == ["epoch 0 has 1 of 41 samples twice: 2 ranks take as many each"] and second == []
+    assert first == ["INFO epoch 0 has 1 of 41 samples twice: 2 ranks take as many each"] and second == []
     first, _ = ranks.call(f"{CASES}:logged", str(tmp_path / "b"), "41, dropped")
-    assert first == ["epoch 0 leaves out 1 of 41 samples: the last ones of its order"]
+    assert first == ["INFO epoch 0 leaves out 1 of 41 samples: the last ones of its order"]
     assert cases.logged(single_process("cpu"), str(tmp_path / "c"), "41") == []
+    first, second = ranks.call(f"{CASES}:logged", str(tmp_path / "d"), "1")
+    assert first == ["WARNING epoch 0 has 1 of 1 samples twice: 2 ranks take as many each"] and second == []

@@ -246,6 +246,16 @@ def test_other_orders_are_refused_with_both_sizes() -> None:
             Run(KINDS[kind], 4, 3, saved)
 
 
+def test_a_checkpoint_that_does_not_say_its_order_is_refused_in_the_middle_of_an_epoch_only() -> None:
+    """As those of the first format."""
+    saved = go(KINDS["one"], [(2, 4, 3)])[0].state()
+    with pytest.raises(CheckpointError, match=r"in the middle of an epoch, and its format is an earlier one"):
+        Run(KINDS["one"], 4, 2, {**saved, "loader": {}})
+    at_end = go(KINDS["one"], [(2, 4, 5)])[0].state()
+    at_start = {**at_end, "loader": {}, "progress": {**at_end["progress"], "epoch": 1, "batch": 0, "epoch_samples": 0}}
+    assert list(Run(KINDS["one"], 4, 2, at_start).seen) == []
+
+
 def test_the_log_says_how_the_rest_is_divided(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "nvalchemi"):
         go(KINDS["one"], [(2, 4, 3), (4, 2, 1)])
