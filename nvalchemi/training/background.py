@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ _POLL = 0.02  # seconds between looks at the notes of other ranks
 _SIGN_OF_LIFE = 30.0  # seconds between lines in the log while a save is waited for
 _PATIENCE = 600.0  # seconds for a folder to show what another rank has written there
 _GRACE = 5.0  # the same, where the run has failed and ranks may be gone
+
+
+HOLDERS = (Tensor, Mapping, list, tuple)
 
 
 class HostCopies:
@@ -57,7 +61,7 @@ class HostCopies:
             return self.take(name, state)
         if isinstance(state, Mapping):
             return {key: self.take_all(value, f"{name}/{key}") for key, value in state.items()}
-        if isinstance(state, (list, tuple)):
+        if isinstance(state, (list, tuple)) and any(isinstance(value, HOLDERS) for value in state):  # not words of a generator
             return type(state)(self.take_all(value, f"{name}/{i}") for i, value in enumerate(state))
         return state
 
@@ -85,6 +89,8 @@ class PendingSave:
         What the checkpoint says of itself.
     manager
         Who the ranks are.
+    thread
+        What writes: of one thread, which stands ready, since to start one makes the loop wait.
     check
         Raises where the state is not worth keeping; called before anything is written.
     after
@@ -98,6 +104,7 @@ class PendingSave:
         manifest: Mapping[str, Any],
         manager: Manager,
         *,
+        thread: ThreadPoolExecutor,
         check: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
@@ -106,8 +113,7 @@ class PendingSave:
         self.temporary = first_rank(layout.refusals_of_the_disk(directory)(lambda: layout.begin(directory)), manager)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="nvalchemi-save", daemon=True)
-        self._thread.start()
+        self._future = thread.submit(self._run)
 
     def settle(self) -> None:
         """Wait until the checkpoint is there; all ranks must call.
@@ -122,14 +128,14 @@ class PendingSave:
             first_rank(self._join, self._manager)
         finally:
             self._given_up.set()
-            self._thread.join()
+            wait([self._future])
 
     def close(self) -> None:
         """After an error in the run: let the save come to its end where it can, without any other rank's word."""
         self._written.wait()
-        self._thread.join(_GRACE)
+        wait([self._future], _GRACE)
         self._given_up.set()
-        self._thread.join()
+        wait([self._future])
         if self._error is not None:
             logger.warning("the checkpoint that was being written is lost: %s", self._error)
 
@@ -140,9 +146,9 @@ class PendingSave:
         self._raise()
 
     def _join(self) -> None:
-        self._thread.join(_PATIENCE)
+        wait([self._future], _PATIENCE)
         self._given_up.set()
-        self._thread.join()
+        wait([self._future])
         self._raise()
 
     def _raise(self) -> None:

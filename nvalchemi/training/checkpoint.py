@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -45,13 +46,17 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
     return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
 
 
-def save_behind(ctx: TrainContext, directory: str | PathLike[str], copies: HostCopies, after: Callable[[], None]) -> PendingSave:
-    """As :func:`save`, of copies of the state and by a thread; what goes wrong there is raised by the result's ``settle()``.
+def save_behind(
+    ctx: TrainContext, directory: str | PathLike[str], copies: HostCopies, thread: ThreadPoolExecutor, after: Callable[[], None]
+) -> PendingSave:
+    """As :func:`save`, of copies of the state and by another thread; what goes wrong there is raised by the result's ``settle()``.
 
     Parameters
     ----------
     copies
         Where the copies are; none of them may be in use by an earlier save.
+    thread
+        What writes: of one thread.
     after
         Called on rank 0, by the thread, when the checkpoint has appeared.
     """
@@ -63,7 +68,8 @@ def save_behind(ctx: TrainContext, directory: str | PathLike[str], copies: HostC
         if parameter.requires_grad
     }
     check = partial(check_copies, copies.taken(weights), ctx.progress.step)
-    return PendingSave(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager, check=check, after=after)
+    said = {**manifest(ctx), **facts}
+    return PendingSave(Path(directory), files, said, ctx.manager, thread=thread, check=check, after=after)
 
 
 def manifest(ctx: TrainContext) -> dict[str, Any]:

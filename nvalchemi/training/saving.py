@@ -21,6 +21,8 @@ from nvalchemi.training.shards import divide, needs_division
 if TYPE_CHECKING:
     from nvalchemi.training.background import HostCopies
 
+PLAIN = {type(None), bool, int, float, str}
+
 Writer = Callable[[Path], Any]
 """Writes a file of a checkpoint; gives a dict of its size and checksum where it knows them."""
 
@@ -104,7 +106,7 @@ def check_states(*states: Mapping[str, Any]) -> None:
 
 def check_plain(value: Any, where: str) -> None:
     """A state is tensors and plain data, or it could not be loaded without running code."""
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor):
+    if type(value) in PLAIN or isinstance(value, Tensor):
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -112,8 +114,9 @@ def check_plain(value: Any, where: str) -> None:
                 raise CheckpointError(f"the state {where or 'of the run'} has a key that is no string", found=repr(key))
             check_plain(item, f"{where}.{key}" if where else str(key))
     elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            check_plain(item, f"{where}[{i}]")
+        if not PLAIN.issuperset(map(type, value)):
+            for i, item in enumerate(value):
+                check_plain(item, f"{where}[{i}]")
     else:
         raise CheckpointError(
             f"the state {where} is no plain data", found=type(value).__name__, needed="tensors, numbers, strings, lists and dicts"

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +85,7 @@ class CheckpointHook(PeriodicHook):
         self.async_save, self.save_on_signal = async_save, save_on_signal
         self.claims = frozenset() if save_on_signal is None else frozenset({save_on_signal.name})
         self._copies: HostCopies | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._pending: PendingSave | None = None
         self._saved: tuple[int, int] | None = None
         self._scored: dict[str, float] | None = None
@@ -117,7 +119,8 @@ class CheckpointHook(PeriodicHook):
         if self.async_save:
             self.settle()
             self._copies = self._copies or HostCopies()
-            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._copies, prune)
+            self._thread = self._thread or ThreadPoolExecutor(1, "nvalchemi-save")
+            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._copies, self._thread, prune)
         else:
             checkpoint.save(ctx, self.checkpoint_dir)
             if ctx.manager.rank == 0:
@@ -169,9 +172,12 @@ class CheckpointHook(PeriodicHook):
         try:
             yield
         finally:
-            pending, self._pending, self._copies = self._pending, None, None
+            pending, thread = self._pending, self._thread
+            self._pending = self._copies = self._thread = None
             if pending is not None:
                 pending.close()
+            if thread is not None:
+                thread.shutdown()
 
 
 def place(progress: Mapping[str, int]) -> tuple[int, int]:
