@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nvalchemi.distributed.blocks import holds_shards, is_redirected, with_parameters
+from nvalchemi.errors import TrainingError
 
 
 def recompute(module: nn.Module) -> None:
@@ -64,8 +65,19 @@ class Recomputed:
             # Gathered calls within compute again themselves, and their time is over when the backward comes.
             within = any(is_redirected(m) for m in module.modules())
             return self._forward(*args, **kwargs) if within else self._left_to_torch(args, kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
+        versions = [x._version for x in given]
+        result = self._computed_again(args, kwargs)
+        if versions != [x._version for x in given]:
+            raise TrainingError(
+                f"{type(module).__name__} changes its input in place, so that it cannot be computed again from it",
+                fix="leave it out of what is computed again, or let it work on a copy",
+            )
+        return result
+
+    def _computed_again(self, args: Any, kwargs: Any) -> Any:
         if not self._hides:
-            tried = _AsBefore(module)
+            tried = _AsBefore(self.module)
             try:
                 return self._operation(args, kwargs)
             except _Hidden:

@@ -11,6 +11,7 @@ from torch import nn
 
 from nvalchemi.data import Batch
 from nvalchemi.distributed.recompute import is_recomputed, keep, recompute
+from nvalchemi.errors import TrainingError
 from nvalchemi.models import InteratomicPotential, PaiNN
 from tests.distributed.gathered_cases import LOSSES, WIDTH, Energy, structures
 from tests.memory import MostAlive
@@ -163,6 +164,22 @@ def test_names_copies_and_the_way_back():
         keep(block)
     assert not is_recomputed(model)
     assert model.net.blocks[1].__dict__["forward"] == own and "forward" not in model.net.blocks[0].__dict__
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(2.0))
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("hidden", [False, True], ids=["data", "activations"])
+def test_inputs_that_are_changed_in_place_are_an_error(hidden, hides):
+    """Computed again from data that were changed it would give other gradients, and nobody would know."""
+    model = nn.Sequential(nn.Linear(3, 3), InPlace(3, 3)) if hidden else nn.Sequential(InPlace(3, 3))
+    recompute(model[-1])
+    model[-1].__dict__["forward"]._hides = hides
+    with pytest.raises(TrainingError, match=r"InPlace changes its input in place.*on a copy"):
+        model(torch.randn(2, 3))
 
 
 @pytest.mark.timeout(300)
