@@ -1,12 +1,11 @@
 """Contrastive divergence with persistent chains, on two moons.
 
-    python examples/ebm/02_pcd_two_moons.py --steps 5000
+    python examples/ebm/02_pcd_two_moons.py
     torchrun --standalone --nproc-per-node=2 examples/ebm/02_pcd_two_moons.py
 
 The points come from a zarr store. Every process keeps chains of its own, which are saved with everything else: started again with more
 ``--steps``, the program goes on from its last checkpoint. In the plane an energy can be normalised on a grid, so the likelihood of points
 that were never seen is known, for the network and for the distribution that made the points.
-With the default number of steps the gaps between the moons are still being cut out.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BOX = torch.linspace(-2.5, 3.5, 120)  # both axes of the grid
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-size", type=int, default=128, help="of all processes together")
     parser.add_argument("--runs", type=Path, default=Path("runs/pcd_two_moons"), help="folder of store and checkpoints")
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder of the picture")

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.distributed.tensors import full
 from nvalchemi.ebm import losses
+from nvalchemi.ebm.couplings import SinkhornCoupling
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.models import InteratomicPotential, MLPEnergy, PaiNN
 from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
@@ -207,6 +208,25 @@ def pooled(manager, name: str, sizes: list[list[int]]) -> dict[str, Any]:
     return {"gradients": keep.gradients, "losses": keep.losses, "weights": [p.detach() for p in model.parameters()]}
 
 
+def coupled_together(manager) -> dict[str, Any]:
+    """A coupling of the rows of all ranks, in training; in validation rank 0 has two batches and rank 1 has one."""
+    model = energy()
+    coupling = SinkhornCoupling(process_group=manager)
+    data = DataLoader(rows(5, 0), batch_size=2)
+    strategy = TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": RATE}),
+        loss_fn=losses.FlowMatching(model, coupling=coupling),
+        num_epochs=1,
+        distributed_manager=manager,
+        seed=SEED,
+        hooks=[DDPHook()],
+        validation_config=ValidationConfig(validation_data=data),
+    )
+    ctx = strategy.run(own(batches_of([[2, 3], [3, 2]], manager.rank), manager))
+    return {"validation": ctx.validation, "weights": [p.detach() for p in model.parameters()]}
+
+
 def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
     """One process on the joined batches, whose chains and paths are drawn by the ranks' generators one after the other."""
     model = energy()
@@ -222,7 +242,7 @@ def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
         return type(points[0])(*fields, None, {})
 
     loss_fn.negatives = lambda x, x0, _: torch.cat([negatives(own, None, g) for own, g in parts(x)])
-    loss_fn.paths.draw = lambda x, _, conditions: joined([draw(own, g, conditions) for own, g in parts(x)])
+    loss_fn.paths.draw = lambda x, _, conditions, together: joined([draw(own, g, conditions) for own, g in parts(x)])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     result: dict[str, Any] = {"gradients": [], "losses": []}
     for step in range(len(sizes[0])):

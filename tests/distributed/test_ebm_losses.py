@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed.ebm_loss_cases import ATOMS, CASES, POOLED, SHARES, by_hand, pooled_by_hand
 
@@ -37,6 +38,13 @@ def test_atoms_too(ranks, name):
     wanted = by_hand(name, accumulate, sizes)
     for got in ranks.call(f"{HERE}:train", name, accumulate, sizes):
         assert_same(got, wanted)
+
+
+def test_a_coupling_of_all_ranks_waits_for_none_in_validation(ranks):
+    """Ranks with two batches and with one to validate on: there each rank's rows are coupled by themselves."""
+    first, second = ranks.call(f"{HERE}:coupled_together")
+    assert first["validation"] == second["validation"] and first["validation"]
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
 
 
 @pytest.mark.parametrize("name", POOLED)

@@ -77,6 +77,10 @@ class Coupling(ABC):
     def couple(self, x0: Tensor, x1: Tensor | None, *, generator: torch.Generator | None, conditions: Any) -> CouplingResult:
         """What a call does, without a graph; defined by every coupling."""
 
+    def on_this_rank(self) -> Coupling:
+        """The same rule for the rows of this rank alone: one that waits for no other rank."""
+        return self
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 

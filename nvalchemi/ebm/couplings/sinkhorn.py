@@ -39,7 +39,8 @@ class SinkhornCoupling(CostCoupling):
     process_group
         The ranks whose rows are coupled together: a process group or a manager. Each rank then keeps its own rows of ``x0``, in their
         order, and gets targets and conditions of any rank. All ranks must call, with any number of rows; rank 0 draws for all, so the
-        pairs are those of one process that has all rows and rank 0's generator. None couples the rows of this rank alone.
+        pairs are those of one process that has all rows and rank 0's generator. None couples the rows of this rank alone. A loss does so
+        too while its model is in evaluation mode: ranks may have unlike numbers of batches to validate on.
 
     Examples
     --------
@@ -52,6 +53,10 @@ class SinkhornCoupling(CostCoupling):
     def __init__(self, reg: float = 0.05, n_iters: int = 100, process_group: dist.ProcessGroup | Manager | None = None) -> None:
         self.reg, self.n_iters = checked(reg, n_iters)
         self.process_group = process_group
+
+    def on_this_rank(self) -> SinkhornCoupling:
+        """See `Coupling.on_this_rank`."""
+        return self if self.process_group is None else SinkhornCoupling(self.reg, self.n_iters)
 
     def couple(self, x0: Tensor, x1: Tensor | None, *, generator: torch.Generator | None, conditions: Any) -> CouplingResult:
         if self.process_group is None:

@@ -124,7 +124,7 @@ class EnergyMatching(ScalarEnergyLoss):
         if weight:
             negatives = self.negatives(x, conditions.get("x0"), generator)
             contrastive = self._contrastive(*both_energies(model, x, negatives), weight)
-        point = self.paths.draw(x, generator, conditions)
+        point = self.paths.draw(x, generator, conditions, together=self.model.training)
         at, sigma = point.x, at_step("sigma", self.sigma, step)
         if sigma:
             at = at + sigma * normal_like(at, generator)

@@ -117,7 +117,7 @@ class EquilibriumMatching(ModelLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        point = self.paths.draw(x, generator, conditions)
+        point = self.paths.draw(x, generator, conditions, together=self.model.training)
         output, activations = self._output(model, point)
         column = (-1, *[1] * (x.ndim - 1))
         if self.prediction == "velocity":

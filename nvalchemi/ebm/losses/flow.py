@@ -54,7 +54,7 @@ class FlowMatching(ModelLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        point = self.paths.draw(x, generator, conditions)
+        point = self.paths.draw(x, generator, conditions, together=self.model.training)
         if isinstance(self.model, EnergyModel):
             velocity = -energy_gradient(model, point.x.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)
         else:

@@ -60,10 +60,13 @@ class Paths:
             raise ConfigError("no times are left", found=f"train_eps={train_eps}", needed="at least 0 and less than 0.5")
         self.interpolant, self.coupling, self.train_eps = get_interpolant(interpolant), get_coupling(coupling), train_eps
 
-    def draw(self, x1: Tensor, generator: torch.Generator | None, conditions: Mapping[str, Any]) -> Point:
+    def draw(
+        self, x1: Tensor, generator: torch.Generator | None, conditions: Mapping[str, Any], *, together: bool = True
+    ) -> Point:
         """One point a sample of the data ``x1``, (batch, ...).
 
-        A condition named ``x0`` is where the paths begin, in place of standard normal noise.
+        A condition named ``x0`` is where the paths begin, in place of standard normal noise. Unless ``together``, a coupling of the
+        rows of several ranks pairs those of this one.
         """
         own = {name: value for name, value in conditions.items() if name != "x0"}
         start = conditions["x0"] if "x0" in conditions else normal_like(x1, generator)
@@ -74,7 +77,8 @@ class Paths:
                 None,
             )  # what it would give; the call is a few percent of a small network's step
         else:
-            pairs = self.coupling(start, x1, generator=generator, conditions=own or None)
+            coupling = self.coupling if together else self.coupling.on_this_rank()
+            pairs = coupling(start, x1, generator=generator, conditions=own or None)
             (x0, data), weights, own = pairs, pairs.weights, pairs.conditions or {}
         t = torch.empty(len(data), dtype=data.dtype, device=data.device)
         t.uniform_(self.train_eps, 1 - self.train_eps, generator=generator)
