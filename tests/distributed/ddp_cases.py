@@ -77,6 +77,24 @@ def structures(sizes: list[int]) -> list[AtomicData]:
     return result
 
 
+def crystals(sizes: list[int]) -> list[AtomicData]:
+    """Periodic structures with stresses, every third without one."""
+    generator = torch.Generator().manual_seed(5)
+    result = []
+    for number, data in enumerate(structures(sizes)):
+        stress = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        stress = torch.full((3, 3), float("nan")).double() if number % 3 == 1 else 0.1 * (stress + stress.mT)
+        cell = torch.eye(3, dtype=torch.float64) * (6.0 + 0.1 * number)
+        n = len(data.positions)
+        result.append(
+            AtomicData(
+                3.0 * torch.rand(n, 3, generator=generator, dtype=torch.float64), data.atomic_numbers,
+                energy=float(n), forces=torch.randn(n, 3, generator=generator, dtype=torch.float64), stress=stress, cell=cell, pbc=True,
+            )
+        )  # fmt: skip
+    return result
+
+
 class Plain(nn.Module):
     """A PaiNN that does not say that it has its own gradient: autograd differentiates it."""
 

@@ -8,6 +8,7 @@ import torch
 from nvalchemi.distributed import single_process
 from nvalchemi.models.painn import PaiNNLayer
 from tests.distributed import fsdp_cases as cases
+from tests.distributed.ddp_cases import crystals
 from tests.distributed.ebm_loss_cases import ATOMS, SHARES, by_hand
 from tests.distributed.ebm_loss_cases import CASES as LOSS_CASES
 from tests.distributed.standing import Ranks
@@ -51,6 +52,16 @@ def test_energies_and_forces(ranks, name, autograd):
     accumulate, shares = FORCES[name]
     wanted = forces_of_one_process(accumulate, shares, autograd=autograd)
     for got in ranks.call("tests.distributed.ddp_cases:sharded", shares, autograd, accumulate, {}):
+        assert_same_forces(got, wanted)
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["by hand", "autograd"])
+def test_stress_of_crystals(ranks, autograd):
+    data = crystals([2, 3, 1, 4, 2, 3])
+    shares = [[data[0:1], data[1:2]], [data[2:5], data[5:6]]]
+    wanted = forces_of_one_process(2, shares, autograd=autograd, stress=True)
+    assert wanted["losses"] != forces_of_one_process(2, shares, autograd=autograd)["losses"]
+    for got in ranks.call("tests.distributed.ddp_cases:sharded", shares, autograd, 2, {}, True):
         assert_same_forces(got, wanted)
 
 
