@@ -29,6 +29,9 @@ class FSDP2Hook(DataParallelHook):
     gradient go through :mod:`nvalchemi.distributed.gathered`. Rank 0's first weights and buffers are everybody's. Each rank gets its share
     of the training and validation data. Without a process group (one plain process) this hook takes no part at all.
 
+    Gradients of calls of first order are divided with a step's last micro-batch, those of second order with each, so that no rank ever has
+    all of them.
+
     What a loss does must be the same on all ranks, batch by batch: a sampler with a number of steps that depends on the data (NUTS, adaptive
     integrators) belongs inside ``unsharded(model)``.
 
