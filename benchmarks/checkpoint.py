@@ -8,6 +8,7 @@ line a figure. The ways take turns, and each has the minimum of its rounds: a ma
 - ``copy_s``: one copy of all tensors of the state, from memory to memory that is there already;
 - ``async_stall_s``, ``async_stall_ratio``: how long ``CheckpointHook(async_save=True)`` holds up the loop, and that over ``copy_s``;
   nothing is being written meanwhile;
+- ``async_stall_cpu_ratio``: the same of the CPU time of the loop's thread, which does not count what other programs take of a busy machine;
 - ``async_written_s``: until such a checkpoint is on the disk;
 - ``sync_stall_s``: how long a save that waits for the disk holds up the loop;
 - ``bytes_ratio``, ``bytes_ratio_async``: bytes on the disk over the bytes of the state's tensors.
@@ -36,11 +37,11 @@ def network(megabytes: int, layers: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
-def elapsed(action: Any) -> float:
-    """Seconds that it takes."""
-    begun = time.perf_counter()
+def elapsed(action: Any) -> tuple[float, float]:
+    """Seconds that it takes, and seconds of this thread's CPU time."""
+    begun, cpu = time.perf_counter(), time.thread_time()
     action()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, time.thread_time() - cpu
 
 
 def measure(ctx: TrainContext, folder: Path, rounds: int) -> dict[str, float]:
@@ -54,15 +55,20 @@ def measure(ctx: TrainContext, folder: Path, rounds: int) -> dict[str, float]:
         CheckpointHook(folder / "behind", keep_last=1, async_save=True),
     )
     times: dict[str, list[float]] = {"copy_s": [], "async_stall_s": [], "async_written_s": [], "sync_stall_s": []}
+    cpu: dict[str, list[float]] = {"copy_s": [], "async_stall_s": []}
     for _ in range(rounds + 1):  # the first round makes the space for the copies
-        times["copy_s"].append(elapsed(lambda: [a.copy_(b) for a, b in zip(space, tensors.values(), strict=True)]))
-        begun = time.perf_counter()
-        times["async_stall_s"].append(elapsed(lambda: behind.act(ctx)))
-        behind.settle()
-        times["async_written_s"].append(time.perf_counter() - begun)
-        times["sync_stall_s"].append(elapsed(lambda: waiting.act(ctx)))
+        for name, action in (
+            ("copy_s", lambda: [a.copy_(b) for a, b in zip(space, tensors.values(), strict=True)]),
+            ("async_stall_s", lambda: behind.act(ctx)),
+        ):
+            took, of_thread = elapsed(action)
+            times[name].append(took)
+            cpu[name].append(of_thread)
+        times["async_written_s"].append(times["async_stall_s"][-1] + elapsed(behind.settle)[0])
+        times["sync_stall_s"].append(elapsed(lambda: waiting.act(ctx))[0])
     found = {name: min(values[1:]) for name, values in times.items()}
     found["async_stall_ratio"] = found["async_stall_s"] / found["copy_s"]
+    found["async_stall_cpu_ratio"] = min(cpu["async_stall_s"][1:]) / min(cpu["copy_s"][1:])
     for name, hook in (("bytes_ratio", waiting), ("bytes_ratio_async", behind)):
         assert hook.checkpoint_dir is not None
         saved = layout.latest(hook.checkpoint_dir)

@@ -35,6 +35,7 @@ class Tied(nn.Sequential):
 
 HOOKS: dict[str, list[Any]] = {
     "sharded": [FSDP2Hook],
+    "in replicas": [lambda: FSDP2Hook(shard=2)],
     "replicated": [DDPHook],
     "alone": [],
     "sharded, compiled": [FSDP2Hook, compiled],

@@ -228,11 +228,12 @@ def test_ranks_write_in_their_own_time(ranks: Any, tmp_path: Any, late: int | No
 
 
 @pytest.mark.slow
-def test_two_ranks_then_four_then_one(ranks: Any, tmp_path: Any, saved: Any) -> None:
+@pytest.mark.parametrize("how", ["sharded", "in replicas"])
+def test_two_ranks_then_four_then_one(ranks: Any, tmp_path: Any, saved: Any, how: str) -> None:
     path, expected = saved["sharded"]
     four = Ranks(4)
     try:
-        for result in four.call(f"{CASES}:train", "sharded", str(tmp_path / "four"), 5, path, 2, 9):
+        for result in four.call(f"{CASES}:train", how, str(tmp_path / "four"), 5, path, 2, 9):
             assert list(state_differences(expected["end"], result["start"], COUNTERS)) == []
             end = result["end"]
     finally:
