@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nvalchemi.distributed.collectives import broadcast
@@ -57,12 +57,14 @@ class Replicas:
         self._called: set[nn.Module] = set()
         self.targets: list[Target] = []
         self.wrapped: list[DistributedDataParallel] = []
+        self._watched: list[Any] = []
         state, hook = comm_hook if isinstance(comm_hook, tuple) else (None, comm_hook)
         for target in [Target(models, name) for name in names]:  # all are checked before the first is wrapped
             replica = DistributedDataParallel(target.original, **options)
             if hook is not None:
                 replica.register_comm_hook(state, hook)
             replica.register_forward_pre_hook(self._note)
+            self._watched += [_in_layout(p) for p in replica.parameters() if p.requires_grad and p.dim() > 1 and 1 in p.shape]
             target.put(replica)
             self.targets.append(target)
             self.wrapped.append(replica)
@@ -135,9 +137,27 @@ class Replicas:
     def close(self) -> None:
         """Put the plain models back and let go of the process group: a trace or a cycle may keep the wrappers, and they the connections."""
         self.restore()
+        for handle in self._watched:
+            handle.remove()
         for replica in self.wrapped:
             for name in ("logger", "reducer", "process_group"):
                 replica.__dict__.pop(name, None)
+
+
+def _in_layout(parameter: nn.Parameter) -> Any:
+    """Have gradients of ``parameter`` in its own strides, which torch's replicas insist on with a warning.
+
+    Second derivatives of a weight of one row come with other strides that mean the same numbers, for a dimension of one has no step.
+    """
+    sizes, wanted = parameter.size(), parameter.stride()
+
+    def turn(gradient: Tensor) -> Tensor | None:
+        if gradient.layout != torch.strided or gradient.stride() == wanted:
+            return None
+        same = all(size == 1 or a == b for size, a, b in zip(sizes, gradient.stride(), wanted, strict=True))
+        return gradient.as_strided(sizes, wanted) if same else None
+
+    return parameter.register_hook(turn)
 
 
 def _without_broadcast() -> dict[str, Any]:

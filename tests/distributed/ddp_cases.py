@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nvalchemi.data import AtomicData, Batch
+from nvalchemi.distributed.replicate import Replicas
 from nvalchemi.distributed.tensors import full
 from nvalchemi.models import InteratomicPotential, PaiNN
 from nvalchemi.training import (
@@ -171,3 +172,21 @@ def counted(manager, shares, accumulate):
 
     seen = train(manager, shares, accumulate=accumulate, hooks=[Same()], comm_hook=hook)
     return seen | {"per_step": per_step, "spread": spread}
+
+
+def layouts(manager: Any) -> list[bool]:
+    """Whether the gradient of a weight of one row, by second derivatives, has the strides of the weight: among replicas, and after them."""
+    models: dict[str, nn.Module] = {"main": nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 1))}
+    plain = models["main"]
+    weight = plain[2].weight  # type: ignore[index]
+    replicas = Replicas(models, ["main"])
+    found = []
+    for _ in range(2):
+        x = torch.randn(4, 3, requires_grad=True)
+        energy = models["main"](x).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        (energy.square() + slope.square().sum()).backward()
+        found.append(weight.grad.stride() == weight.stride())
+        plain.zero_grad()
+        replicas.close()
+    return found

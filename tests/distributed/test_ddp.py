@@ -67,6 +67,11 @@ def test_options_of_ddp(ranks, options):
         assert_same(got, wanted)
 
 
+def test_gradients_lie_as_the_weights_do(ranks):
+    """Else torch warns once a process. Afterwards the model is the user's again, as torch has it."""
+    assert ranks.call(f"{CASES}:layouts") == [[True, False]] * 2
+
+
 def test_one_synchronisation_a_window(ranks):
     """B42: also in a short last window; weights are the same on all ranks after every step."""
     accumulate, shares = SHARES["micro-batches, short last window"]
