@@ -11,6 +11,7 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.distributed import Manager
 from nvalchemi.ebm.buffer import ReplayBuffer
+from nvalchemi.ebm.conditions import conditioned, repeated
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss, check_energy
 from nvalchemi.ebm.samplers import Sampler
 from nvalchemi.ebm.samples import positions
@@ -31,7 +32,8 @@ class ContrastiveDivergence(ScalarEnergyLoss):
     ``persistent``, go on from where they were (Tieleman, ICML 2008), some of them anew each time (Du and Mordatch, NeurIPS 2019, whose
     penalty of weight w keeps energies near zero: only differences of energies are learned otherwise).
 
-    A call gives ``(loss, negatives)``.
+    A call gives ``(loss, negatives)``. Conditions, such as labels y, are told to the energy with the data and all along the chains that begin at
+    them; persistent chains have none.
 
     Parameters
     ----------
@@ -97,20 +99,31 @@ class ContrastiveDivergence(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        if conditions:
-            raise ConfigError("chains have no conditions", found=", ".join(conditions), needed="samples alone")
-        negatives = self.negatives(x, generator)
-        data, chains = both_energies(model, x, negatives)
+        negatives = self.negatives(x, generator, conditions)
+        data, chains = both_energies(model, x, negatives, conditions)
         values = {"contrastive": data - chains}
         weight = self.energy_reg_weight
         values["regularization"] = weight * (data.square() + chains.square()) if weight else torch.zeros_like(data)
         return Terms(values, negatives)
 
-    def negatives(self, x: Any, generator: torch.Generator | None = None) -> Any:
-        """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved."""
+    def negatives(self, x: Any, generator: torch.Generator | None = None, conditions: Mapping[str, Any] | None = None) -> Any:
+        """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved.
+
+        Raises
+        ------
+        ConfigError
+            Persistent chains with conditions: a chain would go on under the label of another sample.
+        """
         buffer = self.replay_buffer
         if buffer is None:
-            return self.sampler.sample(x=x, n_steps=self.k_steps, generator=generator)
+            sampler = conditioned(self.sampler, conditions or {})
+            return sampler.sample(x=x, n_steps=self.k_steps, generator=generator)
+        if conditions:
+            raise ConfigError(
+                "persistent chains have no conditions: each would go on under the label of another sample",
+                found=", ".join(conditions),
+                fix="give ContrastiveDivergence(persistent=False), whose chains begin at the data and keep their labels",
+            )
         if not buffer.is_initialized:
             self.initialize_buffer(x, generator)
         slots, start = buffer.draw(len(x), generator)
@@ -190,10 +203,15 @@ class ContrastiveDivergence(ScalarEnergyLoss):
         return torch.where(anew.to(start.device).reshape(-1, *[1] * (start.ndim - 1)), noise, start)
 
 
-def both_energies(model: Any, data: Any, samples: Any) -> tuple[Tensor, Tensor]:
-    """Energies of data and of samples, by one call where they are rows of a tensor."""
+def both_energies(model: Any, data: Any, samples: Any, conditions: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """Energies of data and of samples, by one call where they are rows of a tensor.
+
+    There may be several sets of samples, one after the other; each has the conditions of the data.
+    """
+    told = conditions or {}
     if isinstance(data, Batch):
-        return check_energy(model(data), len(data)), check_energy(model(samples), len(samples))
-    energies = check_energy(model(torch.cat([data, samples])), len(data) + len(samples))
+        return check_energy(model(data, **told), len(data)), check_energy(model(samples, **told), len(samples))
+    told = repeated(told, len(data), 1 + len(samples) // max(len(data), 1))
+    energies = check_energy(model(torch.cat([data, samples]), **told), len(data) + len(samples))
     ours, theirs = energies.split([len(data), len(samples)])
     return ours, theirs

@@ -24,7 +24,7 @@ class EnergyDiscrepancy(ScalarEnergyLoss):
         L = E log(w/M + 1/M Σ_j exp(E(x) - E(x + √t ξ + √t ξ_j))),        j = 1 .. M
 
     an estimate of E_data E(x) - E U(x + √t ξ), U the energy smoothed with noise of variance t: Schröder et al., NeurIPS 2023. Small t is
-    near to score matching, large t to maximum likelihood.
+    near to score matching, large t to maximum likelihood. With conditions, such as labels y, E(x') is told those of x.
 
     Parameters
     ----------
@@ -51,12 +51,10 @@ class EnergyDiscrepancy(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        if conditions:
-            raise ConfigError("energy discrepancy has no conditions", found=", ".join(conditions), needed="samples alone")
         scale, m = math.sqrt(self.t), self.n_samples
         away = (x + scale * normal_like(x, generator)).expand(m, *x.shape)
         back = away + scale * torch.empty_like(away, memory_format=torch.contiguous_format).normal_(generator=generator)
-        data, others = both_energies(model, x, back.flatten(0, 1))
+        data, others = both_energies(model, x, back.flatten(0, 1), conditions)
         logits = data - others.reshape(m, len(x))
         if self.w:
             logits = torch.cat([logits, logits.new_full((1, len(x)), math.log(self.w))])

@@ -73,7 +73,7 @@ class NoiseContrastiveEstimation(ScalarEnergyLoss):
     307 (2012). At its minimum exp(-E) is the density of the data with its normalisation: give the energy's head a bias, which then learns
     the log of the partition function.
 
-    A call gives ``(loss, noise)``.
+    A call gives ``(loss, noise)``. With conditions, such as labels y, exp(-E) is the density given y: the noise beside a sample has its label.
 
     Parameters
     ----------
@@ -98,10 +98,8 @@ class NoiseContrastiveEstimation(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        if conditions:
-            raise ConfigError("noise has no conditions", found=", ".join(conditions), needed="samples alone")
         noise = self.noise_distribution.sample(x.repeat(self.noise_ratio, *[1] * (x.ndim - 1)), generator)
-        data, other = both_energies(model, x, noise)
+        data, other = both_energies(model, x, noise, conditions)
         offset = math.log(self.noise_ratio)
         of_data = softplus(data + self.noise_distribution.log_prob(x) + offset)
         of_noise = softplus(-other - self.noise_distribution.log_prob(noise) - offset)

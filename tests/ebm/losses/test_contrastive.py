@@ -279,8 +279,6 @@ def test_what_cannot_be_is_told():
         ContrastiveDivergence(mlp(), sampler)
     with pytest.raises(ConfigError, match="none below 0"):
         ContrastiveDivergence(model, sampler, k_steps=-1)
-    with pytest.raises(ConfigError, match="conditions"):
-        divergence()(torch.zeros(2, 2), y=torch.zeros(2))
     with pytest.raises(ConfigError, match="whole number"):
         NoiseContrastiveEstimation(model, noise_ratio=0)
     with pytest.raises(ConfigError, match="sample and log_prob"):
