@@ -20,7 +20,10 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Give this rank's part, without a graph: it shares its memory with the tensor, so a change in place is one of the tensor's."""
-    return tensor.detach().to_local() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    if not is_sharded_tensor(tensor):
+        return tensor
+    with torch.no_grad():  # to detach what is sharded takes longer
+        return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from nvalchemi.training.finite import check_copies, check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
 from nvalchemi.training.optimizer_state import load_named_state, named_state
+from nvalchemi.training.plans import Plans
 from nvalchemi.training.reading import find, read_own, read_shared, world_size
 from nvalchemi.training.saving import files_of, write
 from nvalchemi.training.shards import on_device, placed
@@ -31,8 +32,13 @@ from nvalchemi.training.streams import begin_streams, load_streams, streams
 logger = logging.getLogger("nvalchemi")
 
 
-def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
+def save(ctx: TrainContext, directory: str | PathLike[str], plans: Plans | None = None) -> Path:
     """Write a checkpoint of the run into a new folder of ``directory``; returns that folder.
+
+    Parameters
+    ----------
+    plans
+        Remembers who wrote what in the run's save before.
 
     Raises
     ------
@@ -42,17 +48,24 @@ def save(ctx: TrainContext, directory: str | PathLike[str]) -> Path:
         Where a weight is not finite: a checkpoint of it would push out one that is of use.
     """
     check_weights(ctx.optimizers, ctx.progress.step)
-    files, facts = files_of(*gather(ctx), ctx.manager)
+    files, facts = files_of(*gather(ctx), ctx.manager, plans)
     return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
 
 
 def save_behind(
-    ctx: TrainContext, directory: str | PathLike[str], copies: HostCopies, thread: ThreadPoolExecutor, after: Callable[[], None]
+    ctx: TrainContext,
+    directory: str | PathLike[str],
+    plans: Plans,
+    copies: HostCopies,
+    thread: ThreadPoolExecutor,
+    after: Callable[[], None],
 ) -> PendingSave:
     """As :func:`save`, of copies of the state and by another thread; what goes wrong there is raised by the result's ``settle()``.
 
     Parameters
     ----------
+    plans
+        As of :func:`save`.
     copies
         Where the copies are; none of them may be in use by an earlier save.
     thread
@@ -60,7 +73,7 @@ def save_behind(
     after
         Called on rank 0, by the thread, when the checkpoint has appeared.
     """
-    files, facts = files_of(*gather(ctx), ctx.manager, copies)
+    files, facts = files_of(*gather(ctx), ctx.manager, plans, copies)
     weights = {
         json.dumps(["models", name, plain_name(ctx.models[name], key)])
         for name in ctx.trained

@@ -20,6 +20,7 @@ from nvalchemi.training.shards import divide, needs_division
 
 if TYPE_CHECKING:
     from nvalchemi.training.background import HostCopies
+    from nvalchemi.training.plans import Plans
 
 PLAIN = {type(None), bool, int, float, str}
 
@@ -28,7 +29,7 @@ Writer = Callable[[Path], Any]
 
 
 def files_of(
-    shared: dict[str, Any], own: dict[str, Any], manager: Manager, copies: HostCopies | None = None
+    shared: dict[str, Any], own: dict[str, Any], manager: Manager, plans: Plans | None = None, copies: HostCopies | None = None
 ) -> tuple[dict[str, Writer], dict[str, Any]]:
     """The files that this rank writes, by name, and what the manifest says of them; all ranks must call.
 
@@ -40,6 +41,8 @@ def files_of(
         What all ranks share, and what is this rank's own.
     manager
         Who the ranks are.
+    plans
+        Remembers who wrote what in the save before.
     copies
         Makes copies, so that the files can be written while the state changes.
 
@@ -55,7 +58,7 @@ def files_of(
     # From a thread a file of tensors is written better than one of torch's: most of the time without Python's lock.
     if copies is None and not needs_division(shared, manager):
         return files | {layout.SHARED: partial(torch.save, shared)}, {}
-    division = divide(shared, manager, layout.shard_file)
+    division = divide(shared, manager, layout.shard_file, plans)
     entries = division.entries
     if copies is not None:
         entries = [entry._replace(get=partial(_same, copies.take(entry.name, entry.get()))) for entry in entries]

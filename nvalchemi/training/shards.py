@@ -1,7 +1,6 @@
 """A state whose tensors lie in files of several ranks: each writes what it has, and what all have is written once.
 
-Who writes what is planned by ``torch.distributed.checkpoint``; its files are not used, because they hold pickles. A tensor is found again
-by an index: its path in the state, and the blocks of it with the files that hold them. It is read by blocks, so that each rank of a run
+Who writes what is planned in :mod:`nvalchemi.training.plans`. A tensor is found again by an index: its path in the state, and the blocks of it with the files that hold them. It is read by blocks, so that each rank of a run
 that goes on reads its own part, whatever the number of ranks and the division were and are.
 """
 
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data.tensor_file import DTYPES, Entry, TensorFile
-from nvalchemi.distributed import Manager, broadcast
-from nvalchemi.distributed.parts import Part, mesh_of, part_here, sharded_like
+from nvalchemi.distributed import Manager
+from nvalchemi.distributed.parts import Part, part_here, sharded_like
 from nvalchemi.distributed.tensors import is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError
-from nvalchemi.training.agreement import together
+from nvalchemi.training.plans import Plans
 
 Way = tuple[str | int, ...]
 
@@ -53,7 +52,7 @@ def needs_division(state: Any, manager: Manager) -> bool:
     return manager.distributed or any(is_sharded_tensor(tensor) for _, tensor in tensors_of(state))
 
 
-def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Division:
+def divide(state: Any, manager: Manager, file_of: Callable[[int], str], plans: Plans | None = None) -> Division:
     """Plan who writes which part of ``state``; all ranks must call.
 
     Parameters
@@ -63,6 +62,8 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Divis
         counts.
     file_of
         The name of a rank's file.
+    plans
+        Remembers the plan of the save before.
 
     Raises
     ------
@@ -70,58 +71,20 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str]) -> Divis
         Where the ranks' parts do not make up a tensor.
     """
     tensors = {json.dumps(path): tensor for path, tensor in tensors_of(state)}
-    same = broadcast(_shared(tensors), manager)
-    blocks: dict[str, list[list[Any]]] = {}
+    plan = (plans or Plans()).of(tensors, manager, file_of)
     entries = []
-    for rank, key, part in _plan(tensors, same, manager):
-        name = key if not any(part.starts) else f"{key}@{','.join(map(str, part.starts))}"
-        blocks.setdefault(key, []).append([file_of(rank), name, list(part.starts), list(part.sizes)])
-        if rank == manager.rank:
-            here = local(tensors[key]).detach()
-            entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
+    for key, name in plan.own:
+        here = local(tensors[key]).detach()
+        entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
     kinds = {key: (_code(tensor.dtype), tensor.shape) for key, tensor in tensors.items()}
 
     def index() -> list[dict[str, Any]]:
         return [
-            {"path": json.loads(key), "dtype": code, "shape": list(shape), "blocks": blocks[same.get(key, key)]}
+            {"path": json.loads(key), "dtype": code, "shape": list(shape), "blocks": plan.blocks[plan.same.get(key, key)]}
             for key, (code, shape) in kinds.items()
         ]
 
-    meshes = [mesh for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None]
-    return Division(without_tensors(state), index, entries, [m for i, m in enumerate(meshes) if m not in meshes[:i]])
-
-
-def _plan(tensors: Mapping[str, Tensor], same: Mapping[str, str], manager: Manager) -> Iterator[tuple[int, str, Part]]:
-    """Which rank writes which block of which tensor, those left out that are the same as another."""
-    if not manager.distributed and not any(map(is_sharded_tensor, tensors.values())):
-        yield from ((manager.rank, key, part_here(tensor)) for key, tensor in tensors.items() if key not in same)
-        return
-    from torch.distributed.checkpoint import DefaultSavePlanner  # slow to import
-
-    # Rank 0's of what all have: running means differ between ranks until the next forward sends rank 0's to all.
-    planner: Any = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
-
-    def own_plan() -> tuple[list[str], Any]:
-        for tensor in tensors.values():
-            part_here(tensor)  # refuses a sum that was not carried out
-        planner.set_up_planner({key: t for key, t in tensors.items() if key not in same}, None, manager.rank == 0)
-        return list(tensors), planner.create_local_plan()
-
-    names, own_plans = zip(*together(own_plan, manager), strict=True)
-    other = sorted({key for keys in names for key in keys if any(key not in of_rank for of_rank in names)})
-    if other:
-        raise CheckpointError(
-            "the state that ranks share differs from rank to rank", found=f"only on some: {', '.join(other[:5])}"
-        )
-    try:
-        plans, _ = planner.create_global_plan(list(own_plans))
-    except ValueError as error:
-        raise CheckpointError("the ranks' parts do not make up the state", found=str(error)[:300]) from None
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            part = Part(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-            if math.prod(part.sizes) or not math.prod(item.tensor_data.size):
-                yield rank, item.index.fqn, part
+    return Division(without_tensors(state), index, entries, plan.meshes)
 
 
 class SavedTensor:
@@ -265,20 +228,6 @@ def without_tensors(state: Any) -> Any:
     if isinstance(state, tuple):
         return [without_tensors(value) for value in state] if any(tensors_of(state)) else state
     return state
-
-
-def _shared(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of tensors that are the same memory under several names, as tied weights are: which other name each goes by."""
-    first: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
-    same = {}
-    for key, tensor in tensors.items():
-        here = local(tensor)
-        if here.numel():
-            other, there = first.setdefault((here.data_ptr(), here.shape), (key, here))
-            alike = there.dtype == here.dtype and there.stride() == here.stride() and there.device == here.device
-            if other is not key and alike and tensors[other].shape == tensor.shape:
-                same[key] = other
-    return same
 
 
 def _code(wanted: torch.dtype) -> str:

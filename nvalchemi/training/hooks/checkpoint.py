@@ -15,6 +15,7 @@ from nvalchemi.errors import ConfigError
 from nvalchemi.training import checkpoint, layout
 from nvalchemi.training.background import HostCopies, PendingSave
 from nvalchemi.training.hook import Every, PeriodicHook, around, on
+from nvalchemi.training.plans import Plans
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class CheckpointHook(PeriodicHook):
             raise ConfigError("save_on_signal is no signal", found=repr(given), needed="such as signal.SIGUSR2, or None")
         self.async_save, self.save_on_signal = async_save, save_on_signal
         self.claims = frozenset() if save_on_signal is None else frozenset({save_on_signal.name})
+        self._plans = Plans()
         self._copies: HostCopies | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: PendingSave | None = None
@@ -120,9 +122,9 @@ class CheckpointHook(PeriodicHook):
             self.settle()
             self._copies = self._copies or HostCopies()
             self._thread = self._thread or ThreadPoolExecutor(1, "nvalchemi-save")
-            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._copies, self._thread, prune)
+            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._plans, self._copies, self._thread, prune)
         else:
-            checkpoint.save(ctx, self.checkpoint_dir)
+            checkpoint.save(ctx, self.checkpoint_dir, self._plans)
             if ctx.manager.rank == 0:
                 prune()
         self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
@@ -174,6 +176,7 @@ class CheckpointHook(PeriodicHook):
         finally:
             pending, thread = self._pending, self._thread
             self._pending = self._copies = self._thread = None
+            self._plans = Plans()
             if pending is not None:
                 pending.close()
             if thread is not None:
