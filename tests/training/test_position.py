@@ -53,6 +53,7 @@ KINDS: dict[str, Any] = {
     "in order": lambda size: DataLoader(InMemoryDataset(torch.arange(40)), batch_size=size),
     "drop": lambda size: DataLoader(InMemoryDataset(torch.arange(40)), batch_size=size, shuffle=True, drop_last=True),
     "several": lambda size: DataLoader(several(), batch_size=size, shuffle=True, seed=3),
+    "several, in order": lambda size: DataLoader(several(), batch_size=size),
     "torch's": lambda size: TorchLoader(TensorDataset(torch.arange(40)), batch_size=size, shuffle=True),
     "torch's of several": lambda size: TorchLoader(several(), batch_size=size, shuffle=True, collate_fn=collate),
     "weights": lambda size: mixture(size, weights=[1, 1], epoch_policy="max_size"),

@@ -12,7 +12,7 @@ import torch
 from nvalchemi.data.datapipes.allocation import EpochPolicy, apportion, batch_composition, epoch_length, shares_of
 from nvalchemi.data.datapipes.divisible import Facts
 from nvalchemi.data.datapipes.mixture import Draws, FixedTurns, Turns, locally_shuffled
-from nvalchemi.data.datapipes.samplers import BatchSampler, DividedSampler, Order, check_integer
+from nvalchemi.data.datapipes.samplers import BatchSampler, DistributedSampler, DividedSampler, Order, check_integer
 from nvalchemi.errors import ConfigError
 
 
@@ -335,7 +335,7 @@ class MultiDatasetBatchSampler(BatchSampler):
         super().__init__(positions, batch_size, drop_last)
         self.num_replicas, self.rank, self.undivided = positions.num_replicas, positions.rank, positions.undivided
         self.seed, self.shuffle = positions.seed, shuffle
-        self._positions = positions
+        self._positions: _BatchPositions | DistributedSampler = positions
 
     @classmethod
     def balanced(cls, dataset: HasChildren, batch_size: int, **kwargs: Any) -> Self:
@@ -374,3 +374,19 @@ class ShuffledMixture(MultiDatasetBatchSampler):
 
     It is the order that the loader's ranks have, so that one process trains on the same global batches as many.
     """
+
+
+class OrderedMixture(MultiDatasetBatchSampler):
+    """What a loader over a `MultiDataset` that is not shuffled is divided into, where nothing says how to mix: the order of one process."""
+
+    def __init__(
+        self, dataset: HasChildren, batch_size: int, num_replicas: int = 1, rank: int = 0, drop_last: bool = False
+    ) -> None:
+        super().__init__(dataset, batch_size, shuffle=False, num_replicas=num_replicas, rank=rank, drop_last=drop_last)
+        order = DistributedSampler(sum(dataset.lengths), num_replicas, rank, shuffle=False, drop_last=drop_last)
+        BatchSampler.__init__(self, order, batch_size, drop_last)
+        self._positions = order
+
+    def divided(self, num_replicas: int, rank: int) -> Self:
+        """The same sampler for one of several ranks."""
+        return type(self)(self._what[0], self.batch_size, num_replicas, rank, self.drop_last)

@@ -11,7 +11,7 @@ import torch.utils.data
 from nvalchemi.data.datapipes.block_shuffle import BlockShuffleSampler
 from nvalchemi.data.datapipes.budget import AtomBudgetBatchSampler
 from nvalchemi.data.datapipes.loader import DataLoader
-from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler, ShuffledMixture
+from nvalchemi.data.datapipes.multi_samplers import MultiDatasetBatchSampler, MultiDatasetSampler, OrderedMixture, ShuffledMixture
 from nvalchemi.data.datapipes.multidataset import MultiDataset
 from nvalchemi.data.datapipes.samplers import (
     BatchSampler,
@@ -53,7 +53,8 @@ def shard_loader(
     1. A loader that is distributed-aware already (`DistributedSamplerProtocol`) stays as it is. `AtomBudgetBatchSampler`, `BlockShuffleSampler` and
        the samplers of a `MultiDataset`, where they were not told their ranks, are told them and keep their settings.
     2. ``sampler_cls`` is given: the sampler that it makes.
-    3. The data set is a `MultiDataset`: a `MultiDatasetBatchSampler`.
+    3. The data set is a `MultiDataset`: a `MultiDatasetBatchSampler`. Of a loader that is not shuffled, and without ``sampler_kwargs``, it gives
+       the samples in their order, as one process does.
     4. Otherwise a `DistributedSampler`, in batches.
 
     Parameters
@@ -99,7 +100,8 @@ def shard_loader(
     if sampler_cls is not None:
         made = _make(sampler_cls, loader, defaults, kwargs)
     elif isinstance(loader.dataset, MultiDataset):
-        made = _make(MultiDatasetBatchSampler, loader, defaults, kwargs)
+        mixes = defaults["shuffle"] or kwargs
+        made = _make(MultiDatasetBatchSampler if mixes else OrderedMixture, loader, defaults, kwargs)
     else:
         made = _make(DistributedSampler, loader, defaults, kwargs)
     batches = made if _gives_batches(made) else BatchSampler(made, defaults["batch_size"] or 1, defaults["drop_last"])

@@ -95,6 +95,22 @@ def test_a_multidataset_gets_its_batch_sampler() -> None:
     assert sorted(chain(*parts(theirs, 2))) == list(range(40))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_multidataset_that_is_not_shuffled_keeps_its_order(drop_last: bool) -> None:
+    """A step of two ranks is that of one process with batches twice as large."""
+    both = MultiDataset(values(30), values(11, 30))
+    first, second = (shard_loader(DataLoader(both, batch_size=4, drop_last=drop_last), rank, 2) for rank in range(2))
+    assert isinstance(first.batch_sampler, MultiDatasetBatchSampler)
+    steps = [sorted(a + b) for a, b in zip(first.batch_sampler, second.batch_sampler, strict=True)]
+    whole = [list(range(start, start + 8)) for start in range(0, 40, 8)]
+    assert steps == (whole if drop_last else [*whole, [0, 40]])
+    mixed = shard_loader(DataLoader(both, batch_size=4), 0, 2, None, {"weights": [1, 1]})
+    assert sum(index < 30 for index in next(iter(mixed.batch_sampler))) == 2
+    # divided again, and gone on with, as any other
+    assert next(iter(first.batch_sampler.divided(1, 0))) == [0, 1, 2, 3]
+    assert next(iter(first.batch_sampler.after(8))) == [8, 10, 12, 14]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 200),
