@@ -14,6 +14,7 @@ from nvalchemi.distributed import barrier
 from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
 from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, checkpoint, layout, on
 from nvalchemi.training.hooks import CheckpointHook, CompileHook, DDPHook, EMAHook, FSDP2Hook
+from nvalchemi.training.optimizer_state import load_named_state, named_state
 
 
 def compiled() -> CompileHook:
@@ -165,3 +166,22 @@ def behind(manager: Any, folder: str, late: int | None, broken: int | None) -> A
         layout.write_file = write
     barrier(manager)
     return error, sorted(path.name for path in Path(folder).iterdir())
+
+
+def odd_state(manager: Any) -> Any:
+    """An optimizer's state of other shapes than its parameter's, loaded beside a sharded parameter; what each entry then is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Linear(3, 4, bias=False)
+    mesh = init_device_mesh("cpu", (manager.world_size,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = {"step": torch.tensor(7.0), "row": torch.arange(3.0)[None], "whole": torch.arange(12.0).reshape(4, 3), "beta": 0.9}
+    saved = named_state(optimizer, model)
+    load_named_state(optimizer, model, {**saved, "state": {"weight": kept}})
+    found = optimizer.state[model.weight]
+    return {
+        name: (is_sharded_tensor(value), full(value).tolist(), local(value).tolist()) if isinstance(value, Tensor) else value
+        for name, value in found.items()
+    }

@@ -202,6 +202,15 @@ def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(ranks: Any, tmp_pa
         assert left == []
 
 
+def test_what_an_optimizer_keeps_of_other_shapes_is_on_every_rank(ranks: Any) -> None:
+    """Moments of a parameter's shape are sharded like it, rows of moments are whole on its mesh, and counters are the host's."""
+    whole = torch.arange(12.0).reshape(4, 3).tolist()
+    for rank, found in enumerate(ranks.call(f"{CASES}:odd_state")):
+        assert found["step"] == (False, 7.0, 7.0) and found["beta"] == 0.9
+        assert found["row"] == (True, [[0.0, 1.0, 2.0]], [[0.0, 1.0, 2.0]])
+        assert found["whole"] == (True, whole, whole[2 * rank : 2 * rank + 2])
+
+
 def test_a_save_behind_the_run_is_a_save(ranks: Any, tmp_path: Any, saved: Any) -> None:
     for how in ("sharded", "replicated"):
         path, _ = saved[how]
