@@ -139,7 +139,7 @@ class Shards:
             if is_on_meta(models[name]):
                 stay = torch.device("cpu") if sharding.cpu_offload else None
                 materialise(models[name], manager.device, seed, initialise, keep_on=stay)
-                _take_up(net)
+            _take_up(net)
             follow_gradients(net)
         self._called: set[nn.Module] = set()
         self._handles = [net.register_forward_pre_hook(self._note) for net in self.nets]
@@ -198,13 +198,18 @@ def _shard(net: nn.Module, parts: Sequence[nn.Module], options: dict[str, Any], 
         with torch.no_grad():  # each rank keeps its part of what must be one model
             for tensor in chain(net.parameters(), net.buffers()):
                 tensor.copy_(broadcast(tensor.detach(), manager))
-    for part in parts:
+    for part in (*parts, net):
         fully_shard(part, **options)
-    fully_shard(net, **options)
+        if options["mesh"].device_type == "cpu":
+            # gloo has no mean, and older torch took the sum for it: gradients were larger by the number of ranks
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
 
 def _take_up(net: nn.Module) -> None:
-    """Let torch see the parameters that were put in place, and pad them now: later it would replace what others refer to."""
+    """Let torch see parameters that were put in place, and make its own of all of them now.
+
+    Later it would replace what others refer to, to pad it; and older torch misses those of parts that a first backward pass leaves out.
+    """
     for module in net.modules():
         if is_unit(module):
             module.unshard()  # type: ignore[operator]

@@ -26,6 +26,7 @@ from nvalchemi.training.table import HookTable
 from nvalchemi.training.totals import step_loss
 from nvalchemi.training.update import Update
 from nvalchemi.training.validation import ValidationConfig, validation_hooks
+from nvalchemi.training.visited import ZeroWhereVisited
 
 
 @dataclass(eq=False, kw_only=True)
@@ -99,7 +100,14 @@ class TrainingStrategy:
         """
         ctx = begin(self, loader)
         try:
-            own = [OwnStreams(), LateSkips(), FiniteHook(), DivisionReport(), *validation_hooks(self.validation_config)]
+            own = [
+                OwnStreams(),
+                ZeroWhereVisited(),
+                LateSkips(),
+                FiniteHook(),
+                DivisionReport(),
+                *validation_hooks(self.validation_config),
+            ]
             hooks = ctx.hooks = HookTable([*self.hooks, *own], ctx.manager)
             with hooks.around(TrainingSpan.RUN, ctx):
                 hooks.fire(TrainingStage.SETUP, ctx)  # wrap models, shard the loader

@@ -157,6 +157,29 @@ def sharded(
     return train(manager, name, accumulate, sizes, FSDP2Hook(**options), rate)
 
 
+def decayed(manager, kind: str) -> list[torch.Tensor]:
+    """Weights that decay, the output bias among them, under a loss that does not depend on it; noise is the rank's, so there is one batch."""
+    model = energy()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.net[-1].bias.fill_(1.0)
+    x = torch.ones(4, 2, dtype=torch.float64)  # all ranks' batches are alike, and so are the gradients' means
+
+    def score(_: Any, batch: torch.Tensor) -> torch.Tensor:
+        return losses.DenoisingScoreMatching(model, 0.3)(batch, generator=torch.Generator().manual_seed(1))
+
+    TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}),
+        training_fn=score,
+        loss_fn=lambda value, batch: value,
+        num_steps=3,
+        distributed_manager=manager,
+        hooks=[{"DDPHook": DDPHook, "FSDP2Hook": FSDP2Hook}[kind]()],
+    ).run(own([x] * 3, manager))
+    return [full(p).detach() for p in model.parameters()]
+
+
 def by_hand(name: str, accumulate: int, sizes: list[list[int]], rate: float = RATE) -> dict[str, Any]:
     """The same batches and noise in one process: a plain loop, one loss and one generator for each rank."""
     make_model, make_loss = (CASES | ATOMS)[name]

@@ -120,7 +120,7 @@ def from_meta(manager: Any) -> list[Tensor]:
             module.reset_parameters()
     x = torch.randn(4, DIM, dtype=torch.float64)
     DenoisingScoreMatching(model, 0.1)(x, generator=torch.Generator().manual_seed(0)).backward()
-    return [full(p.grad) for p in model.net.parameters()]
+    return [full(p.grad) for p in model.net.parameters() if p.grad is not None]
 
 
 def in_bf16(manager: Any) -> dict[str, Any]:
@@ -131,10 +131,14 @@ def in_bf16(manager: Any) -> dict[str, Any]:
     x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(0))
     for m in (whole, model):
         DenoisingScoreMatching(m, 0.3)(x, generator=torch.Generator().manual_seed(1)).backward()
-    pairs = [(full(p.grad), q.grad) for p, q in zip(model.parameters(), whole.parameters(), strict=True)]
+    pairs = [(full(p.grad), q.grad) for p, q in zip(model.parameters(), whole.parameters(), strict=True) if p.grad is not None]
     return {
-        "dtypes": {str(p.grad.dtype) for p in model.parameters()},
-        "angles": [float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0)) for a, b in pairs if bool(b.any())],
+        "dtypes": {str(p.grad.dtype) for p in model.parameters() if p.grad is not None},
+        "angles": [
+            float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0))
+            for a, b in pairs
+            if b is not None and bool(b.any())
+        ],
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.ebm_loss_cases import ATOMS, CASES, POOLED, SHARES, by_hand, pooled_by_hand
+from nvalchemi.distributed import single_process
+from tests.distributed.ebm_loss_cases import ATOMS, CASES, POOLED, SHARES, by_hand, decayed, pooled_by_hand
 
 HERE = "tests.distributed.ebm_loss_cases"
 
@@ -54,3 +55,13 @@ def test_chains_of_all_ranks_are_ranked_together(ranks, name):
     wanted = pooled_by_hand(name, sizes)
     for got in ranks.call(f"{HERE}:pooled", name, sizes):
         assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["DDPHook", "FSDP2Hook"])
+def test_a_bias_without_a_gradient_decays_alike(ranks, kind):
+    """Replicas put zeros where a backward pass gives nothing, and weights of gradient zero decay; one process and shards do the same."""
+    wanted = decayed(single_process("cpu"), kind)
+    assert float(wanted[-1]) == pytest.approx(0.95**3)
+    for got in ranks.call(f"{HERE}:decayed", kind):
+        for a, b in zip(got, wanted, strict=True):
+            assert float((a - b).abs().max()) <= 1e-12
