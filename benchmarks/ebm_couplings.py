@@ -2,7 +2,7 @@
 
     python benchmarks/ebm_couplings.py [--rounds 5] [--sizes 128 512 2048]
 
-Needs POT (``pip install pot``). Prints one JSON line a figure; all times are of one thread, and of the processor rather than the wall. The solvers take turns on the same numbers, so
+Needs POT (``uv sync --group benchmarks``, or ``pip install pot``). Prints one JSON line a figure; all times are of one thread, and of the processor rather than the wall. The solvers take turns on the same numbers, so
 that a machine whose speed drifts does not favour one of them; a ratio is the median over the rounds of our time over theirs.
 
 - ``sinkhorn``: the plan from a cost matrix at ``reg`` (in units of the largest cost), ours in float32, against the fastest of POT's

@@ -2,7 +2,7 @@
 
     python benchmarks/ebm_quality.py [--only persistent denoising] [--data moons] [--steps 500] [--seeds 3]
 
-Needs TorchEBM (``pip install torchebm``); with ``--alone`` it does without. Both train the same network from the same weights on the same
+Needs TorchEBM (``uv sync --group benchmarks``, or ``pip install torchebm``); with ``--alone`` it does without. Both train the same network from the same weights on the same
 batches with the same Adam, and draw by their own samplers with the same settings from the same noise: what differs is the losses and the
 samplers. Prints one JSON line for each loss and set of points:
 
