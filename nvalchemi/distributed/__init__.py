@@ -13,6 +13,7 @@ from nvalchemi.distributed.manager import (
     members,
     single_process,
 )
+from nvalchemi.distributed.state import full_state
 
 __all__ = [
     "DistributedManager",
@@ -24,6 +25,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "exchange",
+    "full_state",
     "gather",
     "join",
     "launched_as",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.distributed import unsharded
+from nvalchemi.distributed import full_state, unsharded
 from nvalchemi.distributed.tensors import full, is_sharded_tensor
 from nvalchemi.ebm.losses import DenoisingScoreMatching, EquilibriumMatching, ScoreMatching, SlicedScoreMatching
 from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics, NoUTurnSampler
@@ -159,3 +159,7 @@ def not_alike(manager: Any) -> str:
     except Exception as error:  # noqa: BLE001 - told to the test
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def whole_state(manager: Any) -> dict[str, Tensor]:
+    return full_state(shard(energy()), manager)

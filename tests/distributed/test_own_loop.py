@@ -48,3 +48,14 @@ def test_scores_do_not_grow_with_the_number_of_ranks(ranks):
 def test_an_average_that_is_not_sharded_alike_is_refused(ranks):
     for said in ranks.call(f"{CASES}:not_alike"):
         assert said.startswith("ConfigError: the two models are not sharded alike; found: 'net.0.weight': (8, 3) and (4, 3)")
+
+
+def test_the_whole_state_is_on_rank_0_alone(ranks):
+    first, second = ranks.call(f"{CASES}:whole_state")
+    model = cases.energy()
+    assert second == {} and list(first) == list(model.state_dict())
+    assert all(torch.equal(first[name], tensor) for name, tensor in model.state_dict().items())
+    fresh = cases.energy(1)
+    fresh.load_state_dict(first)
+    with torch.no_grad():
+        assert torch.equal(fresh(torch.ones(2, 3).double()), model(torch.ones(2, 3).double()))
