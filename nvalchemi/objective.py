@@ -320,9 +320,6 @@ class Objective(ABC):
         """Labels of each part in ``batch``; without parts of its own, an objective counts samples."""
         return {"loss": num_samples(batch)}
 
-    def complete_gradients(self) -> None:  # noqa: B027 - a default, not a gap
-        """Called once a step, when its gradients are there and before anything looks at them."""
-
     def state_dict(self) -> dict[str, Any]:
         """What training changed in the loss (chains, schedules); plain data and tensors."""
         return {}

@@ -150,12 +150,6 @@ class ModelObjective(Objective):
     def counts(self, batch: Any) -> dict[str, Count]:
         return dict.fromkeys(self.loss_fn.parts, num_samples(batch))
 
-    def complete_gradients(self) -> None:
-        """Zeros for weights on which the loss does not depend, such as an output bias: several ranks have them from their wrapper."""
-        for weight in self.loss_fn.model.parameters():
-            if weight.requires_grad and weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-
     def state_dict(self) -> dict[str, Any]:
         return self.loss_fn.state_dict()
 

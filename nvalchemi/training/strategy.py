@@ -151,7 +151,6 @@ class TrainingStrategy:
             ctx.loss = done = ctx.end_microbatch(done)
         assert done is not None  # a group holds at least one micro-batch
         ctx.loss = step_loss(done, ctx)
-        ctx.objective.complete_gradients()
         if not update.unscale():
             ctx.skip_step("the gradients overflowed at the present loss scale", agreed=True)
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)
