@@ -44,10 +44,10 @@ from nvalchemi.distributed.tensors import local
 from nvalchemi.ebm.losses import ContrastiveDivergence, DenoisingScoreMatching
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.models import EnergyModel
-from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, on
+from nvalchemi.training import Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, on
 from nvalchemi.training.hooks import DDPHook, EMAHook, FSDP2Hook
 
-STEPS, BATCH = 10, 64
+STEPS, BATCH = 20, 64
 PARTS = ("ddp", "fsdp2", "second", "memory")
 
 
@@ -86,7 +86,25 @@ def report(name: str, value: float, unit: str, **more: float) -> None:
     )
 
 
-def paired(bare: Callable[[], None], ours: Callable[[], None], rounds: int) -> tuple[float, float]:
+class Clock(Hook):
+    """Seconds of a run's steps, without what comes before the first."""
+
+    order = Order.SAVE
+
+    def __init__(self) -> None:
+        self.began = self.seconds = 0.0
+
+    @on(TrainingStage.TRAINING_START)
+    def begin(self, ctx: Any) -> None:
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    @on(TrainingStage.TRAINING_END)
+    def end(self, ctx: Any) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+def paired(bare: Callable[[], float], ours: Callable[[], float], rounds: int) -> tuple[float, float]:
     """Seconds a step of ours, and the median of its ratios to the bare loop's."""
     bare(), ours()
     seconds, ratios = [], []
@@ -95,11 +113,7 @@ def paired(bare: Callable[[], None], ours: Callable[[], None], rounds: int) -> t
     for i in range(rounds):
         took = {}
         for name, run in (("bare", bare), ("ours", ours)) if i % 2 else (("ours", ours), ("bare", bare)):
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            dist.barrier()
-            took[name] = (time.perf_counter() - start) / STEPS
+            took[name] = run() / STEPS
         seconds.append(took["ours"])
         ratios.append(took["ours"] / took["bare"])
     gc.enable()
@@ -110,7 +124,7 @@ def first_order(model: Any, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def loops(manager: SingleProcess, width: int, kind: str) -> tuple[Callable[[], None], Callable[[], None]]:
+def loops(manager: SingleProcess, width: int, kind: str) -> tuple[Callable[[], float], Callable[[], float]]:
     """The loop by hand and the strategy, over the same batches."""
     torch.manual_seed(manager.rank)
     batches = [torch.randn(BATCH, width) for _ in range(STEPS)]
@@ -139,7 +153,9 @@ def loops(manager: SingleProcess, width: int, kind: str) -> tuple[Callable[[], N
         (gradient,) = torch.autograd.grad(energy, noisy, create_graph=True)
         return 0.5 * (gradient - z / 0.3).square().sum(-1).mean()
 
-    def bare() -> None:
+    def bare() -> float:
+        dist.barrier()
+        start = time.perf_counter()
         for index in DataLoader(
             range(STEPS), batch_size=1, sampler=Own(manager.rank, manager.world_size), collate_fn=lambda i: i[0]
         ):  # type: ignore[arg-type]
@@ -148,7 +164,9 @@ def loops(manager: SingleProcess, width: int, kind: str) -> tuple[Callable[[], N
             for unit in units if kind == "second" else ():
                 unit.reshard()
             optimizer.step()
+        return time.perf_counter() - start
 
+    clock = Clock()
     objective: dict[str, Any] = {"loss_fn": DenoisingScoreMatching(model, 0.3)}
     if kind != "second":
         objective = {"training_fn": lambda m, x: m(x), "loss_fn": lambda energies, x: energies.square().mean()}
@@ -157,13 +175,14 @@ def loops(manager: SingleProcess, width: int, kind: str) -> tuple[Callable[[], N
         optimizer_configs=OptimizerConfig(torch.optim.Adam, {"lr": 1e-4}),
         num_steps=STEPS,
         distributed_manager=manager,
-        hooks=[DDPHook() if kind == "ddp" else FSDP2Hook(wrap=nn.Linear)],
+        hooks=[clock, DDPHook() if kind == "ddp" else FSDP2Hook(wrap=nn.Linear)],
         **objective,
     )
 
-    def ours() -> None:
+    def ours() -> float:
         sampler = Own(manager.rank, manager.world_size)
         strategy.run(DataLoader(batches, batch_size=1, sampler=sampler, collate_fn=lambda items: items[0]))  # type: ignore[arg-type]
+        return clock.seconds
 
     return bare, ours
 
