@@ -69,7 +69,17 @@ class Place:
     @property
     def rows(self) -> int | None:
         """How many rows each rank has room for, where rows are divided over the mesh's last dimension; ``None`` for other divisions."""
-        return _rows(self.shape, self.stride, self.placements, self.mesh.size(self.mesh.ndim - 1))
+        return _rows(self.shape, self.stride, self.placements, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks the mesh's last dimension goes."""
+        return self.mesh.size(self.mesh.ndim - 1)  # type: ignore[no-any-return]
+
+    @property
+    def group(self) -> Any:
+        """The process group of the mesh's last dimension."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -92,10 +102,9 @@ def gather(places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor]:
         sizes = [_room(places[i]) for i in members]
         parts = [shards[i].to(device=place.device, dtype=place.dtype or shards[i].dtype) for i in members]
         mine = _packed(parts, sizes)
-        ranks = place.mesh.size(place.mesh.ndim - 1)
-        whole = mine.new_empty(ranks * mine.numel())
-        dist.all_gather_into_tensor(whole, mine, group=place.mesh.get_group(place.mesh.ndim - 1))
-        for i, columns in zip(members, whole.view(ranks, -1).split(sizes, 1), strict=True):
+        whole = mine.new_empty(place.ranks * mine.numel())
+        dist.all_gather_into_tensor(whole, mine, group=place.group)
+        for i, columns in zip(members, whole.view(place.ranks, -1).split(sizes, 1), strict=True):
             shape = places[i].shape
             found[i] = columns.reshape(-1)[: shape.numel()].view(shape)
     return found  # type: ignore[return-value]
@@ -112,8 +121,7 @@ def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence
                 found[i] = places[i].scatter_alone(given[i])
             continue
         sizes = [_room(places[i]) for i in members]
-        ranks = place.mesh.size(place.mesh.ndim - 1)
-        sent = given[members[0]].new_empty(ranks, sum(sizes))
+        sent = given[members[0]].new_empty(place.ranks, sum(sizes))
         for i, columns in zip(members, sent.split(sizes, 1), strict=True):
             flat = given[i].reshape(-1)
             full_rows, rest = divmod(flat.numel(), columns.shape[1]) if columns.shape[1] else (0, 0)
@@ -122,15 +130,14 @@ def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence
             if rest:
                 columns[full_rows, :rest] = flat[flat.numel() - rest :]
         mine = sent.new_empty(sum(sizes))
-        dist.reduce_scatter_tensor(mine, sent.view(-1), group=place.mesh.get_group(place.mesh.ndim - 1))
+        dist.reduce_scatter_tensor(mine, sent.view(-1), group=place.group)
         for dimension in range(place.mesh.ndim - 1):
             dist.all_reduce(mine, group=place.mesh.get_group(dimension))
         for i, part in zip(members, mine.split(sizes), strict=True):
             found[i] = part[: like[i].numel()].view(like[i].shape)
-    size = [place.mesh.size() for place in places]
     return [
-        (part / n).to(device=x.device, dtype=x.dtype)  # type: ignore[operator]
-        for part, n, x in zip(found, size, like, strict=True)
+        (part / place.mesh.size()).to(device=x.device, dtype=x.dtype)  # type: ignore[operator]
+        for part, place, x in zip(found, places, like, strict=True)
     ]
 
 
