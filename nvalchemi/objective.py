@@ -200,7 +200,25 @@ class Terms(NamedTuple):
     samples: Any = None
 
 
-class ModelLoss(ABC):
+class RankLocal:
+    """What may have a state of its own on each rank."""
+
+    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
+        """The state of this rank, where each has one of its own, in a run that goes on with another number of ranks.
+
+        By default a rank that was there before keeps its own, and one that is new begins afresh, which ``None`` says.
+
+        Parameters
+        ----------
+        states
+            What `state_dict` gave on each rank of the run that was saved, in order.
+        rank, world_size
+            Of this run.
+        """
+        return states[rank] if rank < len(states) else None
+
+
+class ModelLoss(RankLocal, ABC):
     """A loss that holds its model.
 
     It works alone, ``loss_fn(x, generator=generator)``, and as the ``loss_fn`` of a
@@ -273,25 +291,11 @@ class ModelLoss(ABC):
         if state:
             raise CheckpointError(f"{type(self).__name__} has no state", found=", ".join(state))
 
-    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
-        """The state of this rank, where each has one of its own, in a run that goes on with another number of ranks.
-
-        By default a rank that was there before keeps its own, and one that is new begins afresh, which ``None`` says.
-
-        Parameters
-        ----------
-        states
-            What `state_dict` gave on each rank of the run that was saved, in order.
-        rank, world_size
-            Of this run.
-        """
-        return states[rank] if rank < len(states) else None
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__})"
 
 
-class Objective(ABC):
+class Objective(RankLocal, ABC):
     """What the loop minimises: ``objective(model, batch, generator=..., step=...)`` gives a :class:`LossOutput`.
 
     Attributes
@@ -324,19 +328,5 @@ class Objective(ABC):
         """What training changed in the loss (chains, schedules); plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a default, not a gap
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
-
-    def divide_anew(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any] | None:
-        """The state of this rank, where each has one of its own, in a run that goes on with another number of ranks.
-
-        By default a rank that was there before keeps its own, and one that is new begins afresh, which ``None`` says.
-
-        Parameters
-        ----------
-        states
-            What `state_dict` gave on each rank of the run that was saved, in order.
-        rank, world_size
-            Of this run.
-        """
-        return states[rank] if rank < len(states) else None

@@ -13,6 +13,7 @@ from nvalchemi.data.datapipes.sharding import shard_loader
 from nvalchemi.data.datapipes.share import share_for_validation
 from nvalchemi.distributed import Manager, failures
 from nvalchemi.errors import ConfigError
+from nvalchemi.training.chosen import check_model_keys
 from nvalchemi.training.cursor import Cursor
 from nvalchemi.training.hook import Hook, around
 from nvalchemi.training.stages import Order, TrainingSpan
@@ -49,8 +50,7 @@ class DataParallelHook(Hook):
         sampler_cls: Callable[..., Any] | None = None,
         sampler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(model_keys, str):
-            raise ConfigError("model_keys is no list of names", found=repr(model_keys), fix=f"write model_keys=[{model_keys!r}]")
+        check_model_keys(model_keys)
         self.model_keys = model_keys
         self.sampler_cls, self.sampler_kwargs = sampler_cls, dict(sampler_kwargs or {})
 

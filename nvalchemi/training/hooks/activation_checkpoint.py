@@ -12,6 +12,7 @@ from torch import nn
 from nvalchemi.distributed.recompute import keep, recompute
 from nvalchemi.distributed.targets import Facade
 from nvalchemi.errors import ConfigError
+from nvalchemi.training.chosen import check_model_keys, chosen_models
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.names import plain_name
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
@@ -56,8 +57,7 @@ class ActivationCheckpointHook(Hook):
     def __init__(self, wrap: Wrap = None, *, model_keys: Sequence[str] | None = None) -> None:
         self.wrap = wrap
         self._choose = None if wrap is None else _chooser(wrap)
-        if isinstance(model_keys, str):
-            raise ConfigError("model_keys is no list of names", found=repr(model_keys), fix=f"write model_keys=[{model_keys!r}]")
+        check_model_keys(model_keys)
         self.model_keys = model_keys
         self._modules: list[nn.Module] = []
 
@@ -74,12 +74,7 @@ class ActivationCheckpointHook(Hook):
     @on(TrainingStage.BUILT)
     def start(self, ctx: TrainContext) -> None:
         """Choose the modules."""
-        names = list(ctx.trained) if self.model_keys is None else list(self.model_keys)
-        unknown = [name for name in names if name not in ctx.models]
-        if unknown:
-            raise ConfigError(
-                "ActivationCheckpointHook is given models that there are not", found=unknown, needed=f"some of {list(ctx.models)}"
-            )
+        names = chosen_models(ctx, self.model_keys, "ActivationCheckpointHook is given")
         found = {name: list(self._chosen(ctx.models[name])) for name in names}
         if not any(found.values()):
             inside = {key: type(m).__name__ for name in names for key, m in _parts(ctx.models[name])}

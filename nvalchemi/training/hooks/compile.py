@@ -15,6 +15,7 @@ from nvalchemi.distributed.blocks import lowest_units
 from nvalchemi.distributed.recompute import is_recomputed
 from nvalchemi.distributed.targets import Target
 from nvalchemi.errors import ConfigError
+from nvalchemi.training.chosen import check_model_keys, chosen_models
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
@@ -57,8 +58,7 @@ class CompileHook(Hook):
     order = Order.COMPUTE
 
     def __init__(self, model_keys: Sequence[str] | None = None, *, strict: bool = False, **options: Any) -> None:
-        if isinstance(model_keys, str):
-            raise ConfigError("model_keys is no list of names", found=repr(model_keys), fix=f"write model_keys=[{model_keys!r}]")
+        check_model_keys(model_keys)
         self.model_keys, self.strict, self.options = model_keys, strict, options
         self._compiled: dict[str, list[Compiled]] = {}
         self._watched: set[str] = set()  # names of which it is not known yet whether they can be compiled
@@ -77,13 +77,7 @@ class CompileHook(Hook):
     @on(TrainingStage.TRAINING_START)
     def start(self, ctx: TrainContext) -> None:
         """Compile, when all else has been done to the networks."""
-        names = list(ctx.trained) if self.model_keys is None else list(self.model_keys)
-        unknown = [name for name in names if name not in ctx.models]
-        if unknown:
-            raise ConfigError(
-                "CompileHook is given models that there are not", found=unknown, needed=f"some of {list(ctx.models)}"
-            )
-        for name in names:
+        for name in chosen_models(ctx, self.model_keys, "CompileHook is given"):
             net = Target(ctx.models, name).present
             net = net.module if isinstance(net, DistributedDataParallel) else net
             if is_recomputed(net):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nvalchemi.distributed.tensors import is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError, ConfigError
+from nvalchemi.training.chosen import chosen_models
 from nvalchemi.training.hook import Hook, around, on
 from nvalchemi.training.names import plain_name
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
@@ -82,17 +83,7 @@ class EMAHook(Hook):
     @on(TrainingStage.BUILT)
     def start(self, ctx: TrainContext) -> None:
         """Clone the weights, as wrapping and sharding left them."""
-        names = list(ctx.trained) if self.models is None else list(self.models)
-        unknown = [name for name in names if name not in ctx.models]
-        if unknown:
-            raise ConfigError("EMAHook averages models that there are not", found=unknown, needed=f"some of {list(ctx.models)}")
-        empty = [f"{name}.{key}" for name in names for key, p in ctx.models[name].named_parameters() if p.numel() == 0]
-        if empty:
-            raise ConfigError(
-                "there is nothing to average: weights are empty on this rank",
-                found=", ".join(empty[:5]),
-                fix="an engine has divided them where no hook sees it; FSDP2Hook() divides weights that can be averaged",
-            )
+        names = chosen_models(ctx, self.models, "EMAHook averages")
         self.count = 0
         self._models = {name: ctx.models[name] for name in names}
         self._weights = [parameter for model in self._models.values() for parameter in model.parameters()]

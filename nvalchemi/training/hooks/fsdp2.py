@@ -32,8 +32,8 @@ class FSDP2Hook(DataParallelHook):
     Gradients of calls of first order are divided with a step's last micro-batch, those of second order with each, so that no rank ever has
     all of them.
 
-    What a loss does must be the same on all ranks, batch by batch: a sampler with a number of steps that depends on the data (NUTS, adaptive
-    integrators) belongs inside ``unsharded(model)``.
+    All ranks must call a model equally often, batch by batch. Losses and samplers of this package do; what a ``training_fn`` calls only
+    sometimes belongs inside ``unsharded(model)``.
 
     Parameters
     ----------
