@@ -77,11 +77,32 @@ class RunDir:
         write_whole(self.config_file, dump_config(config))
 
     def model_config(self) -> dict[str, Any]:
-        """How to rebuild the model."""
+        """How to rebuild the model: names of what is registered, which are looked up and never imported.
+
+        Raises
+        ------
+        ConfigError
+            Where it cannot be read, names something unknown, or is not of the network that the settings name.
+        """
+        from nvalchemi.models import check_model
+
         try:
-            return json.loads(self.model_file.read_text())
-        except (OSError, ValueError) as error:
+            config = json.loads(self.model_file.read_text())
+            net = config["net"]["net"]
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self.model_file} cannot be read", found=str(error), needed="the model of the run") from None
+        except (KeyError, TypeError):
+            raise ConfigError(f"{self.model_file} describes no model", needed='{"model": ..., "net": {"net": ...}}') from None
+        check_model(config)
+        named = self.config().model.name
+        if named != net:
+            raise ConfigError(
+                f"{self.config_file} names another network than {self.model_file.name}",
+                found=f"model.name={named!r}",
+                needed=repr(net),
+                fix="mend model.name; a name is looked up among the networks that are registered, and nothing is imported by it",
+            )
+        return config
 
     def write_model_config(self, config: Mapping[str, Any]) -> None:
         """Keep how to rebuild the model."""

@@ -48,6 +48,19 @@ def build_net(config: Mapping[str, Any]) -> PotentialNet:
     return _build(_NETS, "net", config)
 
 
+def check_model(config: Mapping[str, Any]) -> None:
+    """See that `build_model` knows the names in a configuration, and that of the network in it, without making anything.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name.
+    """
+    _maker(_MODELS, "model", config)
+    if isinstance(config.get("net"), Mapping):
+        _maker(_NETS, "net", config["net"])
+
+
 def _potential(net: Mapping[str, Any], **settings: Any) -> InteratomicPotential:
     return InteratomicPotential(build_net(net), **settings)
 
@@ -64,7 +77,7 @@ def _register(table: dict[str, Any], name: str, make: Callable[..., Any]) -> Non
     table[name] = make
 
 
-def _build(table: Mapping[str, Callable[..., T]], kind: str, config: Mapping[str, Any]) -> T:
+def _maker(table: Mapping[str, Callable[..., T]], kind: str, config: Mapping[str, Any]) -> Callable[..., T]:
     name = config.get(kind)
     if not isinstance(name, str) or name not in table:
         raise ConfigError(
@@ -73,11 +86,16 @@ def _build(table: Mapping[str, Callable[..., T]], kind: str, config: Mapping[str
             needed=f"{kind}: one of {', '.join(sorted(table))}",
             fix=f"import what registers it with register_{kind}, or mend the name",
         )
+    return table[name]
+
+
+def _build(table: Mapping[str, Callable[..., T]], kind: str, config: Mapping[str, Any]) -> T:
+    make = _maker(table, kind, config)
     settings = {key: value for key, value in config.items() if key != kind}
     try:
-        return table[name](**settings)
+        return make(**settings)
     except TypeError as error:
-        raise ConfigError(f"settings that {kind} {name!r} does not take", found=str(error)) from error
+        raise ConfigError(f"settings that {kind} {config[kind]!r} does not take", found=str(error)) from error
 
 
 register_model("potential", _potential)

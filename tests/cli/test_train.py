@@ -263,33 +263,47 @@ def test_export(trained, tmp_path, raw):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+CALL = "os.system:touch {}"
+
+
 @pytest.mark.parametrize(
-    ("file", "place"),
+    "places",
     [
-        ("config.yaml", ("optimizer", "name")),
-        ("config.yaml", ("model", "name")),
-        ("config.yaml", ("loss", "energy", "kind")),
-        ("config.yaml", ("schedule", "kind")),
-        ("config.yaml", ("training", "training_fn")),
-        ("config.yaml", ("data", "dtype")),
-        ("model.json", ("model",)),
-        ("model.json", ("net", "net")),
+        [("config.yaml", "optimizer", "name")],
+        [("config.yaml", "model", "name")],
+        [("config.yaml", "loss", "energy", "kind")],
+        [("config.yaml", "schedule", "kind")],
+        [("config.yaml", "training", "training_fn")],
+        [("config.yaml", "data", "dtype")],
+        [("model.json", "model")],
+        [("model.json", "net", "net")],
+        [("model.json", "net", "net"), ("config.yaml", "model", "name")],
     ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+    ids=lambda places: " and ".join(".".join(place) for place in places),
 )
-def test_b114_a_recipe_that_names_a_call_is_refused(trained, tmp_path, file, place):
+def test_b114_a_recipe_that_names_a_call_is_refused(trained, tmp_path, places):
     """Names are looked up in lists of the package's own: nothing that they name is imported."""
     run, marker = tmp_path / "run", tmp_path / "marker"
     shutil.copytree(trained, run)
-    recipe = yaml.safe_load((run / file).read_text())  # which JSON is too
-    section = recipe
-    for key in place[:-1]:
-        section = section.setdefault(key, {})
-    section[place[-1]] = f"os.system:touch {marker}"
-    (run / file).write_text(yaml.safe_dump(recipe) if file.endswith("yaml") else json.dumps(recipe))
-    for command in (("resume", run, "training.epochs=9"), ("export", run, tmp_path / "out"), ("evaluate", run, "test.zarr")):
-        # a model that is there is made by model.json alone; an export copies that, and loading the export refuses it
-        looked_at = place != ("model", "name") and (command[0] != "export" or file == "config.yaml")
-        said = call(*command, code=2 if looked_at else 0)
-        assert "Traceback" not in said.output
-    assert not marker.exists()
+    for file, *place in places:
+        recipe = yaml.safe_load((run / file).read_text())  # which JSON is too
+        section = recipe
+        for key in place[:-1]:
+            section = section.setdefault(key, {})
+        section[place[-1]] = CALL.format(marker)
+        (run / file).write_text(yaml.safe_dump(recipe) if file.endswith("yaml") else json.dumps(recipe))
+    for words in (("resume", run, "training.epochs=9"), ("export", run, tmp_path / "out"), ("evaluate", run, "test.zarr")):
+        said = call(*words, code=2)
+        assert "os.system:touch" in said.output and "Traceback" not in said.output
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+def test_b114_another_network_than_the_runs_is_named(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    recipe["model"]["name"] = "my.package.Net"
+    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    said = " ".join(call("resume", run, "training.epochs=9", code=2).stderr.split())
+    assert "names another network than model.json" in said and "model.name='my.package.Net'" in said
+    assert "needed: 'painn'" in said and "nothing is imported" in said
