@@ -14,6 +14,7 @@ import copy
 import os
 
 import torch
+import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -81,6 +82,8 @@ def main() -> None:
         found = LangevinDynamics(model=model, step_size=0.01).sample(start, n_steps=300, generator=generator)
         print(f"samples: mean {found.mean().item():.2f} (0.5 in the data), spread {found.std(0).mean().item():.2f} (0.6)")
         print(f"weights: {sum(p.double().abs().sum().item() for p in average.parameters()):.4f}")
+    if dist.is_initialized():  # Fabric leaves its gloo group to the interpreter's end, where torch aborts now and then
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
