@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.data.address import Where
 from nvalchemi.distributed import Manager, gather
 from nvalchemi.training import Hook, OptimizerConfig, Order, TrainContext, TrainingStage, TrainingStrategy, checkpoint, on
 
@@ -40,7 +41,7 @@ class RunRecorder(Hook):
 
     def __init__(self, directory: Path, save_at: int | None = None, kill_at: int | None = None) -> None:
         self.directory, self.save_at, self.kill_at = directory, save_at, kill_at
-        self.saved: Path | None = None
+        self.saved: Where | None = None
         self.losses: list[tuple[int, float]] = []
         self.validations: list[tuple[int, dict[str, float]]] = []
         self._seen: Any = None
@@ -163,7 +164,7 @@ def state_differences(expected: Any, found: Any, ignore: Sequence[str] = (), whe
 
 
 def _run(
-    factory: Factory, directory: Path, steps: int, recorder: RunRecorder, seed: int, resume_from: Path | None = None
+    factory: Factory, directory: Path, steps: int, recorder: RunRecorder, seed: int, resume_from: Where | None = None
 ) -> tuple[dict[str, Any], RunRecorder]:
     torch.manual_seed(seed)
     random.seed(seed)

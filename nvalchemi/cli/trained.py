@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.data.address import Where
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.models import EnergyModel, build_model
 from nvalchemi.training import layout
@@ -32,7 +32,7 @@ class Trained:
 
     model: EnergyModel
     weights: str
-    checkpoint: Path
+    checkpoint: Where
     step: int
 
 
@@ -70,7 +70,7 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
 def find(run: RunDir, which: str) -> layout.SavedCheckpoint:
     """The checkpoint that ``which`` means."""
     if which not in ("best", "last"):
-        return at_path(Path(which))
+        return at_path(which)
     if not run.checkpoints.is_dir():
         raise ConfigError(f"{run.path} has no checkpoints yet", fix="wait for the first one, or train for longer")
     if which == "best":

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from nvalchemi.data.address import Bytes, Where
 from nvalchemi.errors import CheckpointError
 
 DTYPES = {
@@ -101,7 +101,7 @@ class TensorFile:
     Parameters
     ----------
     path
-        Of the file.
+        Of the file, here or elsewhere; of one elsewhere just the parts that are asked for are fetched.
 
     Raises
     ------
@@ -109,14 +109,15 @@ class TensorFile:
         For a file that is not of the format, or whose header does not fit its length.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Where) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                length, whole = int.from_bytes(file.read(8), "little"), path.stat().st_size
-                if not 2 <= length <= min(_LONGEST_HEADER, whole - 8):
-                    raise ValueError(f"a header of {length} bytes in a file of {whole}")
-                header = json.loads(file.read(length))
+            self._bytes = Bytes(path)
+            whole = self._bytes.size
+            length = int.from_bytes(self._bytes.read(0, 8).tobytes(), "little") if whole >= 8 else 0
+            if not 2 <= length <= min(_LONGEST_HEADER, whole - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {whole}")
+            header = json.loads(self._bytes.read(8, 8 + length).tobytes())
             self._begin = 8 + length
             self.metadata: dict[str, str] = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
             self._entries = {name: _checked(name, entry, whole - self._begin) for name, entry in header.items()}
@@ -139,12 +140,11 @@ class TensorFile:
         return dtype, shape
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU; it is mapped from the file, so that only what is looked at is read. Changing it does not change the file."""
+        """A tensor on the CPU, mapped from a file here, so that only what is looked at is read. Changing it does not change the file."""
         dtype, shape, (start, end) = self._entry(name)
         if start == end:
             return torch.empty(shape, dtype=dtype)
-        data = np.memmap(self.path, np.uint8, "c", self._begin + start, (end - start,))
-        return torch.from_numpy(data).view(dtype).reshape(shape)
+        return torch.from_numpy(self._bytes.read(self._begin + start, self._begin + end)).view(dtype).reshape(shape)
 
     def _entry(self, name: str) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
         if name not in self._entries:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from os import PathLike
-from pathlib import Path
 
 import torch
 
+from nvalchemi.data.address import where
 from nvalchemi.data.tensor_file import TensorFile
 from nvalchemi.errors import CheckpointError
 from nvalchemi.models.build import build_model
@@ -24,7 +24,7 @@ def load_model(path: str | PathLike[str]) -> EnergyModel:
     Parameters
     ----------
     path
-        Of the file. A model or network of one's own must be registered before: see `nvalchemi.models.register_model`.
+        Of the file, or its address such as ``s3://bucket/model.safetensors``. A model or network of one's own must be registered before: see `nvalchemi.models.register_model`.
 
     Raises
     ------
@@ -33,7 +33,7 @@ def load_model(path: str | PathLike[str]) -> EnergyModel:
     ConfigError
         For a model that is not registered.
     """
-    file = TensorFile(Path(path))
+    file = TensorFile(where(path))
     try:
         config = json.loads(file.metadata[CONFIG])
         dtype = DTYPES[file.metadata[DTYPE]]

@@ -7,28 +7,26 @@ collective of a thread beside those of the training would make ranks wait for ea
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvalchemi.data.address import Where
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
-from nvalchemi.training import layout
 from nvalchemi.training.agreement import first_rank, together
+from nvalchemi.training.alive import alive
+from nvalchemi.training.draft import Draft, refusals_of_the_disk
+from nvalchemi.training.saving import NewFiles
 
 logger = logging.getLogger("nvalchemi")
 
-_POLL = 0.02  # seconds between looks at the notes of other ranks
-_SIGN_OF_LIFE = 30.0  # seconds between lines in the log while a save is waited for
 _PATIENCE = 600.0  # seconds for a folder to show what another rank has written there
 _GRACE = 5.0  # the same, where the run has failed and ranks may be gone
 
@@ -84,7 +82,7 @@ class PendingSave:
     directory
         The folder of the checkpoints.
     files
-        What this rank writes: by name, a function of the path.
+        What this rank writes.
     manifest
         What the checkpoint says of itself.
     manager
@@ -99,8 +97,8 @@ class PendingSave:
 
     def __init__(
         self,
-        directory: Path,
-        files: Mapping[str, Callable[[Path], Any]],
+        directory: Where,
+        files: NewFiles,
         manifest: Mapping[str, Any],
         manager: Manager,
         *,
@@ -108,9 +106,11 @@ class PendingSave:
         check: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
-        self._files, self._manifest, self._manager = files, manifest, manager
+        self._files, self._manifest, self._manager = files, {**manifest, **files.facts}, manager
         self._check, self._after = check, after
-        self.temporary = first_rank(layout.refusals_of_the_disk(directory)(lambda: layout.begin(directory)), manager)
+        self._directory, self._step = directory, int(manifest["progress"]["step"])
+        begun = first_rank(refusals_of_the_disk(directory)(lambda: Draft.begin(directory, self._step)), manager)
+        self._draft = begun.expect(files.bytes)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._future = thread.submit(self._run)
@@ -124,25 +124,29 @@ class PendingSave:
             On all ranks, where one could not write its part or the state is not worth keeping.
         """
         try:
-            together(lambda: self._wait(self._written), self._manager)
-            first_rank(self._join, self._manager)
+            with self._alive():
+                together(self._wait, self._manager)
+                first_rank(self._join, self._manager)
         finally:
             self._given_up.set()
             wait([self._future])
 
     def close(self) -> None:
         """After an error in the run: let the save come to its end where it can, without any other rank's word."""
-        self._written.wait()
+        with self._alive():
+            self._written.wait()
         wait([self._future], _GRACE)
         self._given_up.set()
         wait([self._future])
         if self._error is not None:
             logger.warning("the checkpoint that was being written is lost: %s", self._error)
 
-    def _wait(self, event: threading.Event) -> None:
-        begun = time.monotonic()
-        while not event.wait(_SIGN_OF_LIFE):
-            logger.info("the checkpoint is still being written to %s, for %.0f s now", self.temporary, time.monotonic() - begun)
+    def _alive(self) -> AbstractContextManager[None]:
+        what = f"writing the checkpoint of step {self._step} to {self._directory}"
+        return alive(what, self._draft.amount, here=self._manager.rank == 0)
+
+    def _wait(self) -> None:
+        self._written.wait()
         self._raise()
 
     def _join(self) -> None:
@@ -168,29 +172,23 @@ class PendingSave:
             self._error = error
             if rank == 0:
                 self._wait_for_notes()
-                layout.discard(self.temporary)
+                self._draft.discard()
 
     def _write(self, rank: int) -> None:
         try:
             self._check()
-            with layout.refusals_of_the_disk(self.temporary.parent):
-                entries = {name: layout.write_file(self.temporary / name, writer) for name, writer in self._files.items()}
-                self._note(rank, {"files": entries})
+            with refusals_of_the_disk(self._directory):
+                entries = {name: self._draft.write(name, writer) for name, writer in self._files.writers.items()}
+                self._draft.put(note_of(rank), {"files": entries})
         except Exception as error:
             self._error = error  # before the main thread hears that this is done
-            self._note(rank, {"error": f"{type(error).__name__}: {error}"})
+            self._draft.put(note_of(rank), {"error": f"{type(error).__name__}: {error}"})
             raise
 
     def _appear(self) -> None:
-        with layout.refusals_of_the_disk(self.temporary.parent):
-            layout.finish(self.temporary, self._manifest, self._notes_of_all())
+        with refusals_of_the_disk(self._directory):
+            self._draft.finish(self._manifest, self._notes_of_all())
             self._after()
-
-    def _note(self, rank: int, note: Mapping[str, Any]) -> None:
-        path = self._note_of(rank)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(note))
-        os.replace(part, path)
 
     def _notes_of_all(self) -> dict[str, Any]:
         """The entries of all ranks' files, once their notes are there; the notes are removed."""
@@ -198,25 +196,25 @@ class PendingSave:
         if absent is not None:
             raise CheckpointError(
                 "a rank has not written its part of the checkpoint, or rank 0 does not see it",
-                needed=f"{absent}, in a folder that all ranks see",
+                needed=f"{self._draft.place / absent}, in a folder that all ranks see",
             )
         entries: dict[str, Any] = {}
         for rank in range(self._manager.world_size):
-            path = self._note_of(rank)
-            note = json.loads(path.read_text())
+            note = self._draft.take(note_of(rank))
             if "error" in note:
                 raise CheckpointError(f"rank {rank} could not write its part of the checkpoint", found=note["error"])
             entries.update(note["files"])
-            path.unlink()
         return entries
 
-    def _wait_for_notes(self) -> Path | None:
+    def _wait_for_notes(self) -> str | None:
         """Wait until every rank has done with its part; the first note that is not there, where it is no use to wait any longer."""
-        for path in map(self._note_of, range(self._manager.world_size)):
-            while not path.exists():
-                if self._given_up.wait(_POLL):
-                    return path
+        for name in map(note_of, range(self._manager.world_size)):
+            while not self._draft.has(name):
+                if self._given_up.wait(self._draft.store.poll):
+                    return name
         return None
 
-    def _note_of(self, rank: int) -> Path:
-        return self.temporary / f"written-{rank:05d}.json"
+
+def note_of(rank: int) -> str:
+    """The name of the note by which a rank says that its files are there."""
+    return f"written-{rank:05d}.json"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from nvalchemi import __version__
+from nvalchemi.data.address import Where, where
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, position
+from nvalchemi.training.alive import alive, size_text
 from nvalchemi.training.background import HostCopies, PendingSave
 from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import check_copies, check_weights
@@ -32,7 +34,7 @@ from nvalchemi.training.streams import begin_streams, load_streams, streams
 logger = logging.getLogger("nvalchemi")
 
 
-def save(ctx: TrainContext, directory: str | PathLike[str], plans: Plans | None = None) -> Path:
+def save(ctx: TrainContext, directory: str | PathLike[str], plans: Plans | None = None) -> Where:
     """Write a checkpoint of the run into a new folder of ``directory``; returns that folder.
 
     Parameters
@@ -48,8 +50,7 @@ def save(ctx: TrainContext, directory: str | PathLike[str], plans: Plans | None 
         Where a weight is not finite: a checkpoint of it would push out one that is of use.
     """
     check_weights(ctx.optimizers, ctx.progress.step)
-    files, facts = files_of(*gather(ctx), ctx.manager, plans)
-    return write(Path(directory), files, {**manifest(ctx), **facts}, ctx.manager)
+    return write(where(directory), files_of(*gather(ctx), ctx.manager, plans), manifest(ctx), ctx.manager)
 
 
 def save_behind(
@@ -73,7 +74,7 @@ def save_behind(
     after
         Called on rank 0, by the thread, when the checkpoint has appeared.
     """
-    files, facts = files_of(*gather(ctx), ctx.manager, plans, copies)
+    files = files_of(*gather(ctx), ctx.manager, plans, copies)
     weights = {
         json.dumps(["models", name, plain_name(ctx.models[name], key)])
         for name in ctx.trained
@@ -81,8 +82,7 @@ def save_behind(
         if parameter.requires_grad
     }
     check = partial(check_copies, copies.taken(weights), ctx.progress.step)
-    said = {**manifest(ctx), **facts}
-    return PendingSave(Path(directory), files, said, ctx.manager, thread=thread, check=check, after=after)
+    return PendingSave(where(directory), files, manifest(ctx), ctx.manager, thread=thread, check=check, after=after)
 
 
 def manifest(ctx: TrainContext) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def own_state(ctx: TrainContext, saved: layout.SavedCheckpoint) -> tuple[dict[st
     return {**there, "hooks": hooks, "objective": objective}, afresh
 
 
-def objective_anew(ctx: TrainContext, states: Sequence[dict[str, Any]], path: Path) -> Mapping[str, Any] | None:
+def objective_anew(ctx: TrainContext, states: Sequence[dict[str, Any]], path: Where) -> Mapping[str, Any] | None:
     """The state of this rank's loss from those of another number of ranks; ``None`` to begin afresh. Of chains a hook decides."""
     rank, ranks = ctx.manager.rank, ctx.manager.world_size
     keeper = next((hook for hook in ctx.hooks if "chains" in hook.claims), None)
@@ -181,10 +181,18 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
     CheckpointError
         Where nothing whole is found, a file is damaged or unsafe, or the state does not fit the run.
     """
-    saved = find(source, ctx.hooks.checkpoint_dir, ctx.manager)
-    if saved is None:
-        logger.info("nothing to resume from yet: starting afresh")
-        return
+    with _reading(source, ctx) as found:
+        saved = find(source, ctx.hooks.checkpoint_dir, ctx.manager)
+        if saved is None:
+            logger.info("nothing to resume from yet: starting afresh")
+            return
+        found.append(saved)
+        restore(ctx, saved, fresh)
+    logger.info("resumed from %s at step %d, epoch %d", saved.path, ctx.progress.step, ctx.progress.epoch)
+
+
+def restore(ctx: TrainContext, saved: layout.SavedCheckpoint, fresh: Sequence[str] = ()) -> None:
+    """As :func:`load`, of a checkpoint that was found and is whole."""
     shared = read_shared(saved)
     own, afresh = own_state(ctx, saved)
     states = {**shared["hooks"], **own["hooks"]}
@@ -217,7 +225,19 @@ def load(ctx: TrainContext, source: str | PathLike[str], fresh: Sequence[str] = 
         begin_streams(ctx)
     else:
         load_streams(ctx, own["generators"])
-    logger.info("resumed from %s at step %d, epoch %d", saved.path, ctx.progress.step, ctx.progress.epoch)
+
+
+@contextmanager
+def _reading(source: str | PathLike[str], ctx: TrainContext) -> Iterator[list[layout.SavedCheckpoint]]:
+    """Says in the log that reading takes long; the checkpoint goes into the list when it is known."""
+    found: list[layout.SavedCheckpoint] = []
+    place = ctx.hooks.checkpoint_dir if source == "latest" else source
+
+    def amount() -> str:
+        return f"{size_text(found[0].bytes)} in {found[0].path}" if found else "every file is checked"
+
+    with alive(f"reading a checkpoint of {place}", amount, here=ctx.manager.rank == 0):
+        yield found
 
 
 def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
@@ -228,25 +248,31 @@ def load_weights(ctx: TrainContext, source: str | PathLike[str]) -> None:
     CheckpointError
         Where no tensor of a model has a counterpart of the same name and shape.
     """
-    saved = find(source, None, ctx.manager)
-    if saved is None:
-        raise CheckpointError("there is no checkpoint to take weights from", found=str(source))
-    for name, state in read_shared(saved)["models"].items():
-        if name not in ctx.models:
-            logger.warning("%s: no model '%s' in this run, its weights are left out", saved.path, name)
-            continue
-        target = model_state(ctx.models[name])
-        fitting = {k: v for k, v in state.items() if k in target and target[k].shape == v.shape}
-        if not fitting:
-            raise CheckpointError(f"no weight of model '{name}' in {saved.path} fits this model")
-        load_model_state(ctx.models[name], {**target, **fitting})
-        logger.info(
-            "model '%s': %d of %d tensors from %s; kept as initialised: %s; left out: %s",
-            name, len(fitting), len(target), saved.path, sorted(target.keys() - fitting.keys()), sorted(state.keys() - fitting.keys()),
-        )  # fmt: skip
+    with _reading(source, ctx) as found:
+        saved = find(source, None, ctx.manager)
+        if saved is None:
+            raise CheckpointError("there is no checkpoint to take weights from", found=str(source))
+        found.append(saved)
+        for name, state in read_shared(saved)["models"].items():
+            if name in ctx.models:
+                _take_weights(name, ctx.models[name], state, saved.path)
+            else:
+                logger.warning("%s: no model '%s' in this run, its weights are left out", saved.path, name)
 
 
-def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str, Any], path: Path, fresh: Sequence[str]) -> None:
+def _take_weights(name: str, model: nn.Module, state: Mapping[str, Any], path: Where) -> None:
+    target = model_state(model)
+    fitting = {k: v for k, v in state.items() if k in target and target[k].shape == v.shape}
+    if not fitting:
+        raise CheckpointError(f"no weight of model '{name}' in {path} fits this model")
+    load_model_state(model, {**target, **fitting})
+    logger.info(
+        "model '%s': %d of %d tensors from %s; kept as initialised: %s; left out: %s",
+        name, len(fitting), len(target), path, sorted(target.keys() - fitting.keys()), sorted(state.keys() - fitting.keys()),
+    )  # fmt: skip
+
+
+def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str, Any], path: Where, fresh: Sequence[str]) -> None:
     """Everything that training changes must have its state in the checkpoint; what is left over is named in the log."""
     wanted = {
         "models": set(ctx.trained),
@@ -278,7 +304,7 @@ def check_fit(ctx: TrainContext, shared: Mapping[str, Any], states: Mapping[str,
         logger.warning("%s: the state of hook '%s' is left out, no such hook is active", path, name)
 
 
-def check_same_kind(ctx: TrainContext, shared: Mapping[str, Any], path: Path) -> None:
+def check_same_kind(ctx: TrainContext, shared: Mapping[str, Any], path: Where) -> None:
     """An optimizer's state is for its own kind."""
     for name, kind in shared.get("optimizer_types", {}).items():
         own = type(ctx.optimizers[name]).__name__
@@ -303,7 +329,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({(own := wrapped.get(key, key)): placed(value, now.get(own)) for key, value in state.items()})
 
 
-def _apply(what: str, path: Path, action: Any) -> None:
+def _apply(what: str, path: Where, action: Any) -> None:
     try:
         action()
     except (RuntimeError, KeyError, ValueError, TypeError) as error:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
 from nvalchemi import __version__
+from nvalchemi.data.address import where, whole_file
 from nvalchemi.data.tensor_file import Entry, write_tensors
 from nvalchemi.errors import CheckpointError
 from nvalchemi.models.exported import CONFIG, DTYPE
-from nvalchemi.training.layout import SavedCheckpoint, sync
+from nvalchemi.training.alive import alive, size_text
+from nvalchemi.training.layout import SavedCheckpoint
 from nvalchemi.training.reading import read_shared
 from nvalchemi.training.shards import SavedTensor, placed
 
@@ -47,7 +49,13 @@ def weights_of(shared: Mapping[str, Any], *, raw: bool = False, model: str = "mo
 
 
 def export(
-    saved: SavedCheckpoint, target: Path, config: Mapping[str, Any], dtype: str, *, raw: bool = False, model: str = "model"
+    saved: SavedCheckpoint,
+    target: str | PathLike[str],
+    config: Mapping[str, Any],
+    dtype: str,
+    *,
+    raw: bool = False,
+    model: str = "model",
 ) -> dict[str, str]:
     """Write the weights of a checkpoint, whole, and how to rebuild the model into one file.
 
@@ -58,7 +66,7 @@ def export(
     saved
         The checkpoint.
     target
-        The file; it appears when it is whole.
+        The file, or the address of one elsewhere; it appears when it is whole.
     config
         What the model's ``config()`` gives.
     dtype
@@ -85,12 +93,7 @@ def export(
     if other:
         raise CheckpointError("the model has a state that is no tensor", found=", ".join(other), needed="parameters and buffers")
     entries = [Entry(name, value.dtype, tuple(value.shape), partial(placed, value)) for name, value in state.items()]
-    part = target.with_name(target.name + ".part")
-    try:
-        write_tensors(part, entries, facts)
-        sync(part)
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+    with alive(f"writing {target}", lambda: size_text(size)), whole_file(where(target)) as path:
+        write_tensors(path, entries, facts)
     return facts

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from nvalchemi.data.address import Where
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
 
@@ -126,7 +126,7 @@ class Hook:
     scope: ClassVar[Scope] = Scope.SHARED
     agreed: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = False
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: Where | None = None
     meta_init: Callable[[Any], None] | None = None
     name: str = "hook"
     _stage_methods: ClassVar[tuple[tuple[TrainingStage, str], ...]] = ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nvalchemi.data.address import Where
 from nvalchemi.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def described(ctx: TrainContext) -> dict[str, Any]:
     return {**ctx.cursor.described(), "at_end": ctx.cursor.at_end}
 
 
-def take_up(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Path) -> None:
+def take_up(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Where) -> None:
     """Have the run's loaded progress mean the same samples in this run's loader, on this run's number of ranks.
 
     The start of an epoch, and its end, are places in any loader. In its middle, the same loader on as many ranks goes on at its batch.
@@ -60,7 +60,7 @@ def take_up(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Path) 
         raise _refusal(ctx, then, ranks, path)
 
 
-def _refusal(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Path) -> CheckpointError:
+def _refusal(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Where) -> CheckpointError:
     cursor = ctx.cursor
     if not then:
         return CheckpointError(

@@ -6,20 +6,20 @@ import json
 import pickle
 import zipfile
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nvalchemi.data.tensor_file import TensorFile
+from nvalchemi.data.address import Where
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, shards
 from nvalchemi.training.agreement import first_rank, together
+from nvalchemi.training.storage import storage
 from nvalchemi.training.upgrades import upgrade
 
 
-def find(source: str | PathLike[str], directory: Path | None, manager: Manager) -> layout.SavedCheckpoint | None:
+def find(source: str | PathLike[str], directory: Where | None, manager: Manager) -> layout.SavedCheckpoint | None:
     """The checkpoint that ``source`` means, whole; ``None`` only for ``"latest"`` where nothing was saved yet.
 
     Rank 0 looks, because another rank's view of the folder may be older; the ranks share the work of reading every file once to see
@@ -36,8 +36,8 @@ def find(source: str | PathLike[str], directory: Path | None, manager: Manager) 
         Where nothing whole is there.
     """
 
-    def path() -> Path | None:
-        saved = (None if directory is None else layout.latest(directory)) if source == "latest" else at_path(Path(source))
+    def path() -> Where | None:
+        saved = (None if directory is None else layout.latest(directory)) if source == "latest" else at_path(source)
         if saved is not None:
             looked_at.append(saved)
         return None if saved is None else saved.path
@@ -54,17 +54,20 @@ def find(source: str | PathLike[str], directory: Path | None, manager: Manager) 
     return saved
 
 
-def at_path(path: Path) -> layout.SavedCheckpoint:
-    """The checkpoint in folder ``path``, or the newest whole one of a folder of checkpoints."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist", fix="give the path of a checkpoint, or of the folder that holds them")
-    if (path / layout.MANIFEST).exists():
-        return layout.read(path)
-    saved = layout.latest(path)
+def at_path(place: str | PathLike[str]) -> layout.SavedCheckpoint:
+    """The checkpoint in a folder, or the newest whole one of a folder of checkpoints."""
+    store = storage(place)
+    if store.size(layout.MANIFEST) is not None:
+        return layout.read(store.place)
+    saved = layout.latest(store.place)
     if saved is None:
+        if not store.exists():
+            raise CheckpointError(
+                f"{store.place} does not exist", fix="give the path of a checkpoint, or of the folder that holds them"
+            )
         raise CheckpointError(
-            f"there is no whole checkpoint in {path}",
-            found=", ".join(sorted(p.name for p in path.iterdir())) or "an empty folder" if path.is_dir() else "a file",
+            f"there is no whole checkpoint in {store.place}",
+            found=", ".join(store.names()) or "nothing in it",
             fix='give the folder of a CheckpointHook, or resume_from="latest" to start afresh where there is nothing yet',
         )
     return saved
@@ -78,12 +81,12 @@ def read_shared(saved: layout.SavedCheckpoint) -> dict[str, Any]:
     # mapped: of a file that is larger than what this rank needs, the rest is not read
     shared = read_file(saved, layout.SHARED, mmap=True)
     if layout.INDEX in saved.manifest["files"]:
-        path = saved.verified(layout.INDEX)
+        path = saved.path / layout.INDEX
         try:
-            index = json.loads(path.read_bytes())
+            index = json.loads(saved.local(layout.INDEX).read_bytes())
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read", found=str(error)[:200]) from None
-        shared = shards.joined(shared, index, lambda name: TensorFile(saved.verified(name)))
+        shared = shards.joined(shared, index, saved.tensors)
     upgrade(int(saved.manifest["version"]), shared=shared)
     return shared
 
@@ -102,11 +105,11 @@ def world_size(saved: layout.SavedCheckpoint) -> int:
 
 def read_file(saved: layout.SavedCheckpoint, name: str, *, mmap: bool = False) -> dict[str, Any]:
     """One file of a checkpoint, read as tensors and plain data; anything else in it is refused."""
-    path = saved.verified(name)
-    if not zipfile.is_zipfile(path):  # torch would take it for a file of its oldest formats
+    path, here = saved.path / name, saved.local(name)
+    if not zipfile.is_zipfile(here):  # torch would take it for a file of its oldest formats
         raise _unsafe(path, "no archive as torch writes it")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(here, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise _unsafe(path, str(error)) from None
     if not isinstance(state, dict):
@@ -114,6 +117,6 @@ def read_file(saved: layout.SavedCheckpoint, name: str, *, mmap: bool = False) -
     return state
 
 
-def _unsafe(path: Path, why: str) -> CheckpointError:
+def _unsafe(path: Where, why: str) -> CheckpointError:
     first = why.partition("\n")[0][:200]
     return CheckpointError(f"{path} is no file of tensors and plain data, and nothing else is loaded", found=first)

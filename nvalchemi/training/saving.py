@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nvalchemi.data.address import Where
 from nvalchemi.data.tensor_file import write_tensors
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.agreement import first_rank, together
-from nvalchemi.training.shards import divide, needs_division
+from nvalchemi.training.alive import alive
+from nvalchemi.training.draft import Draft, refusals_of_the_disk
+from nvalchemi.training.shards import divide, needs_division, tensors_of
+from nvalchemi.training.storage import Writer
 
 if TYPE_CHECKING:
     from nvalchemi.training.background import HostCopies
@@ -24,14 +30,30 @@ if TYPE_CHECKING:
 
 PLAIN = {type(None), bool, int, float, str}
 
-Writer = Callable[[Path], Any]
-"""Writes a file of a checkpoint; gives a dict of its size and checksum where it knows them."""
+
+@dataclass(frozen=True, slots=True)
+class NewFiles:
+    """What this rank writes.
+
+    Attributes
+    ----------
+    writers
+        By the file's name.
+    bytes
+        Of the tensors in them.
+    facts
+        What the manifest says of all ranks' files.
+    """
+
+    writers: dict[str, Writer]
+    bytes: int
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def files_of(
     shared: dict[str, Any], own: dict[str, Any], manager: Manager, plans: Plans | None = None, copies: HostCopies | None = None
-) -> tuple[dict[str, Writer], dict[str, Any]]:
-    """The files that this rank writes, by name, and what the manifest says of them; all ranks must call.
+) -> NewFiles:
+    """The files that this rank writes; all ranks must call.
 
     One process writes a state as it is. Otherwise its tensors go into a file a rank, each tensor or part of one once.
 
@@ -55,9 +77,11 @@ def files_of(
     if copies is not None:
         own = copies.take_all(own, "own")
     files: dict[str, Writer] = {layout.rank_file(manager.rank): partial(torch.save, own)}
+    size = sum(tensor.nbytes for _, tensor in tensors_of(own))
     # From a thread a file of tensors is written better than one of torch's: most of the time without Python's lock.
     if copies is None and not needs_division(shared, manager):
-        return files | {layout.SHARED: partial(torch.save, shared)}, {}
+        size += sum(tensor.nbytes for _, tensor in tensors_of(shared))
+        return NewFiles(files | {layout.SHARED: partial(torch.save, shared)}, size)
     division = divide(shared, manager, layout.shard_file, plans)
     entries = division.entries
     if copies is not None:
@@ -68,28 +92,27 @@ def files_of(
     if manager.rank == 0:
         files[layout.SHARED] = partial(torch.save, division.plain)
         files[layout.INDEX] = partial(_write_json, division.index)
-    return files, {"meshes": division.meshes}
+    size += sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+    return NewFiles(files, size, {"meshes": division.meshes})
 
 
-def write(directory: Path, files: Mapping[str, Writer], manifest: Mapping[str, Any], manager: Manager) -> Path:
+def write(directory: Where, files: NewFiles, manifest: Mapping[str, Any], manager: Manager) -> Where:
     """Write each rank's files into one checkpoint, which appears when all are on the disk; every rank returns after that."""
-    disk = layout.refusals_of_the_disk(directory)
-    temporary = first_rank(disk(lambda: layout.begin(directory)), manager)
+    disk = refusals_of_the_disk(directory)
+    step = int(manifest["progress"]["step"])
+    draft = first_rank(disk(lambda: Draft.begin(directory, step)), manager).expect(files.bytes)
 
     @disk
     def write_own() -> dict[str, Any]:
-        if not temporary.is_dir():
-            raise CheckpointError(
-                f"rank {manager.rank} does not see the folder {temporary}, which rank 0 has made",
-                needed="a folder for checkpoints that all ranks see",
-            )
-        return {name: layout.write_file(temporary / name, writer) for name, writer in files.items()}
+        draft.check_seen(manager.rank)
+        return {name: draft.write(name, writer) for name, writer in files.writers.items()}
 
     try:
-        entries = {name: entry for of_rank in together(write_own, manager) for name, entry in of_rank.items()}
-        return first_rank(disk(lambda: layout.finish(temporary, manifest, entries)), manager)
+        with alive(f"writing the checkpoint of step {step} to {directory}", draft.amount, here=manager.rank == 0):
+            entries = {name: entry for of_rank in together(write_own, manager) for name, entry in of_rank.items()}
+            return first_rank(disk(lambda: draft.finish({**manifest, **files.facts}, entries)), manager)
     except BaseException:
-        layout.discard(temporary)
+        draft.discard()
         raise
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nvalchemi.data.address import Where
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import FunctionHook, Hook
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
@@ -54,7 +54,7 @@ class HookTable:
         return len(self.hooks)
 
     @property
-    def checkpoint_dir(self) -> Path | None:
+    def checkpoint_dir(self) -> Where | None:
         """Where the run's checkpoints are written, or ``None`` where no hook writes any."""
         return next((h.checkpoint_dir for h in self.hooks if h.checkpoint_dir is not None), None)
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
 from nvalchemi.distributed import barrier
 from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
-from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, checkpoint, layout, on
+from nvalchemi.training import Every, Hook, OptimizerConfig, TrainingStage, TrainingStrategy, checkpoint, on
 from nvalchemi.training.hooks import CheckpointHook, CompileHook, DDPHook, EMAHook, FSDP2Hook
 from nvalchemi.training.optimizer_state import load_named_state, named_state
+from nvalchemi.training.storage import Disk
+from tests.distributed import bucket  # noqa: F401 - the kind of address
 
 
 def compiled() -> CompileHook:
@@ -146,24 +148,24 @@ def with_a_hook_that_holds(manager: Any, folder: str, what: str) -> Any:
 
 def behind(manager: Any, folder: str, late: int | None, broken: int | None) -> Any:
     """A run that saves while it goes on, where one rank writes late, or cannot write the first checkpoint; what is there then."""
-    write, left = layout.write_file, [0]
+    write, left = Disk.write, [0]
 
-    def written(path: Path, writer: Any) -> Any:
+    def written(disk: Disk, name: str, writer: Any) -> Any:
         left[0] += 1
         if manager.rank == late:
             time.sleep(0.3)
         if manager.rank == broken and left[0] == 2:
             raise OSError(28, "No space left on device")
-        return write(path, writer)
+        return write(disk, name, writer)
 
-    layout.write_file = written
+    Disk.write = written  # type: ignore[method-assign]
     error = None
     try:
         train(manager, "sharded", folder, 6, behind=True)
     except Exception as raised:  # noqa: BLE001 - told to the test
         error = f"{type(raised).__name__}: {raised}"
     finally:
-        layout.write_file = write
+        Disk.write = write  # type: ignore[method-assign]
     barrier(manager)
     return error, sorted(path.name for path in Path(folder).iterdir())
 

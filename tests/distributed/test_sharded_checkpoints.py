@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from nvalchemi.data.address import where
 from nvalchemi.data.tensor_file import TensorFile
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError
 from nvalchemi.testing import state_differences
 from nvalchemi.training import export, layout, reading
 from nvalchemi.training.shards import placed
+from nvalchemi.training.storage import storage
 from tests.distributed import sharded_cases as cases
 from tests.distributed.standing import Ranks
 
@@ -222,6 +224,25 @@ def test_a_save_behind_the_run_is_a_save(ranks: Any, tmp_path: Any, saved: Any) 
         )
         assert list(state_differences(expected, found)) == []
         assert sorted(p.name for p in (tmp_path / how).iterdir()) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["waiting", "behind"])
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+def test_in_an_object_store(ranks: Any, tmp_path: Any, saved: Any, how: str, behind: bool) -> None:
+    """As on a disk: the same state, taken up by the ranks that wrote it and by one process, and exported from there."""
+    path, expected = saved[how]
+    address = f"bucket://{tmp_path}/runs"
+    ranks.call(f"{CASES}:train", how, address, 4, None, 2, 1, behind)
+    assert storage(address).names() == ["step-00000002", "step-00000004"]
+    there = layout.latest(address)
+    assert there is not None and there.store.names() == sorted(p.name for p in Path(path).iterdir())
+    assert list(state_differences(expected["end"], placed(reading.read_shared(there)))) == []
+    for result in ranks.call(f"{CASES}:train", how, address, 5, "latest", 2, 9, behind):
+        assert list(state_differences(expected["end"], result["start"])) == []
+    alone = cases.train(single_process("cpu"), "alone", f"bucket://{tmp_path}/alone", 7, address, 2, 9)
+    assert list(state_differences(result["end"], alone["start"], COUNTERS)) == []
+    export.export(there, f"{address}/model.safetensors", {"model": "own"}, "float32", raw=True)
+    assert TensorFile(where(f"{address}/model.safetensors")).names()
 
 
 WHOLE = ["step-00000002", "step-00000004", "step-00000006"]

@@ -7,13 +7,14 @@ import torch
 from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
-from nvalchemi.training.saving import write
+from nvalchemi.training.draft import Draft
+from nvalchemi.training.saving import NewFiles, write
 
 
 def save(directory, step, metrics=None, text="state"):
-    temporary = layout.begin(directory)
-    files = {layout.SHARED: layout.write_file(temporary / layout.SHARED, lambda path: path.write_text(text))}
-    layout.finish(temporary, {"progress": {"step": step}, "metrics": metrics}, files)
+    draft = Draft.begin(directory, step)
+    files = {layout.SHARED: draft.write(layout.SHARED, lambda path: path.write_text(text))}
+    draft.finish({"progress": {"step": step}, "metrics": metrics}, files)
     return layout.list_checkpoints(directory)[-1]
 
 
@@ -30,7 +31,8 @@ class Killed:
 
 def test_b62_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, {layout.SHARED: partial(torch.save, Killed(tmp_path))}, {"progress": {"step": 1}}, single_process("cpu"))
+        files = NewFiles({layout.SHARED: partial(torch.save, Killed(tmp_path))}, 0)
+        write(tmp_path, files, {"progress": {"step": 1}}, single_process("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 

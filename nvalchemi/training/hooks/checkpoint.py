@@ -8,15 +8,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nvalchemi.data.address import where
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import checkpoint, layout
 from nvalchemi.training.background import HostCopies, PendingSave
 from nvalchemi.training.hook import Every, PeriodicHook, around, on
 from nvalchemi.training.plans import Plans
 from nvalchemi.training.stages import Order, TrainingSpan, TrainingStage
+from nvalchemi.training.storage import storage
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
@@ -32,7 +33,7 @@ class CheckpointHook(PeriodicHook):
     Parameters
     ----------
     directory
-        The folder of the checkpoints; ``resume_from="latest"`` looks there.
+        The folder of the checkpoints, or an address such as ``"s3://bucket/runs/demo"``; ``resume_from="latest"`` looks there.
     every
         How often.
     keep_last
@@ -78,7 +79,7 @@ class CheckpointHook(PeriodicHook):
                 found=f"keep_last={keep_last!r}, keep_best={keep_best!r}, mode={mode!r}",
                 needed="keep_last and keep_best of at least 1, or None; mode 'min' or 'max'",
             )
-        self.checkpoint_dir = Path(directory)
+        self.checkpoint_dir = where(directory)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         given: Any = save_on_signal
         if not isinstance(given, signal.Signals | None):
@@ -96,7 +97,7 @@ class CheckpointHook(PeriodicHook):
     def look(self, ctx: TrainContext) -> None:
         """A run that starts afresh must not mix its checkpoints with another's, nor delete those."""
         assert self.checkpoint_dir is not None
-        present = sorted(path.name for path in self.checkpoint_dir.glob("step-*"))
+        present = storage(self.checkpoint_dir).folders()
         if present and ctx.progress.samples == 0:
             raise ConfigError(
                 f"{self.checkpoint_dir} holds the checkpoints of another run, and this one starts afresh",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nvalchemi.training import Every, TrainingStage, ValidationConfig, checkpoint, layout, on
+from nvalchemi.training import Every, TrainingStage, ValidationConfig, checkpoint, on, storage
 from nvalchemi.training.hooks import CheckpointHook, EMAHook, GradientClipHook, MetricsHook, SpikeHook
 from nvalchemi.training.hooks import metrics as metrics_module
 from tests.training.hooks.runs import batches, network, strategy
@@ -55,8 +55,8 @@ def arm(instant):
     if where == "validation":
         return [], count
     if where == "file written":
-        sync = layout.sync
-        layout.sync = lambda path: (sync(path), count())
+        sync = storage.sync
+        storage.sync = lambda path: (sync(path), count())
     if where in ("before the rename", "after the rename"):
         rename = os.rename
 
@@ -67,7 +67,7 @@ def arm(instant):
             if where == "after the rename":
                 count()
 
-        layout.os.rename = renamed
+        storage.os.rename = renamed
     if where == "half a record":
         write = metrics_module.RecordFiles.write
 

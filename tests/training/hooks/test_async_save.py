@@ -8,10 +8,11 @@ import torch
 
 from nvalchemi.errors import CheckpointError, TrainingError
 from nvalchemi.testing import state_differences
-from nvalchemi.training import Every, TrainingStage, background, checkpoint, layout, on, reading
+from nvalchemi.training import Every, TrainingStage, checkpoint, layout, on, reading
 from nvalchemi.training.background import HostCopies
 from nvalchemi.training.hooks import CheckpointHook, EMAHook
 from nvalchemi.training.shards import placed
+from nvalchemi.training.storage import Disk
 from tests.training.hooks.runs import batches, network, strategy
 
 
@@ -28,13 +29,13 @@ class Gate:
     """Writing waits until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.open, write = threading.Event(), layout.write_file
+        self.open, write = threading.Event(), Disk.write
 
-        def slow(path, writer):
+        def slow(disk, name, writer):
             assert self.open.wait(60)
-            return write(path, writer)
+            return write(disk, name, writer)
 
-        monkeypatch.setattr(background.layout, "write_file", slow)
+        monkeypatch.setattr(Disk, "write", slow)
 
 
 def test_b72_the_file_has_the_values_of_the_save(tmp_path, monkeypatch):
@@ -71,15 +72,15 @@ def test_retention_is_kept(tmp_path):
 
 def failing(monkeypatch, number):
     """The number-th file is not written: the disk is full."""
-    write, left = layout.write_file, [number]
+    write, left = Disk.write, [number]
 
-    def full(path, writer):
+    def full(disk, name, writer):
         left[0] -= 1
         if left[0] == 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, writer)
+        return write(disk, name, writer)
 
-    monkeypatch.setattr(background.layout, "write_file", full)
+    monkeypatch.setattr(Disk, "write", full)
 
 
 @pytest.mark.parametrize(("number", "surfaces", "kept"), [(1, 4, []), (2, 4, []), (5, 6, [2]), (9, 6, [2, 4])])
