@@ -181,8 +181,12 @@ class ValidationSection(FrequencySection):
 
 
 class CheckpointSection(FrequencySection):
-    """How often to save (with each validation where nothing is said), and how many to keep; the best are those of least ``metric``."""
+    """How often to save (with each validation where nothing is said), and how many to keep; the best are those of least ``metric``.
 
+    ``directory`` is where: the run's own folder where nothing is said, or an address such as ``s3://bucket/run``.
+    """
+
+    directory: str | None = None
     keep_last: Positive = 2
     keep_best: Positive | None = 1
     metric: str = "loss"

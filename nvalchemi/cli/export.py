@@ -15,7 +15,7 @@ from nvalchemi.errors import ConfigError
 
 def command(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    file: Annotated[Path, typer.Argument(help="The file to write, such as model.safetensors.")],
+    file: Annotated[str, typer.Argument(help="The file to write, such as model.safetensors, or its address.")],
     raw: Annotated[bool, typer.Option("--raw", help="Take the trained weights rather than their average (EMA).")] = False,
     checkpoint: Annotated[str, typer.Option("--checkpoint", help="best, last, or the path of a checkpoint.")] = "best",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
@@ -25,16 +25,20 @@ def command(
 
     alone("export")
     run = RunDir.existing(run_dir)
-    if file.exists():
+
+    from nvalchemi.data.address import Address, file_size, where
+
+    target = where(file)
+    if file_size(target) is not None if isinstance(target, Address) else target.exists():
         raise ConfigError(f"{file} is there already", fix="give another name, or delete it")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{file.absolute().parent} is no folder", fix="make it, or give another name")
+    if not isinstance(target, Address) and not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target.absolute().parent} is no folder", fix="make it, or give another name")
 
     from nvalchemi.cli.trained import find
     from nvalchemi.training.export import export
 
-    facts = export(find(run, checkpoint), file, run.model_config(), run.config().data.dtype, raw=raw)
-    report = {"file": str(file), "bytes": file.stat().st_size} | {key: facts[key] for key in ("weights", "step", "checkpoint")}
+    facts = export(find(run, checkpoint), target, run.model_config(), run.config().data.dtype, raw=raw)
+    report = {"file": str(file), "bytes": file_size(target)} | {key: facts[key] for key in ("weights", "step", "checkpoint")}
     if as_json:
         echo(json.dumps(report | {"step": int(facts["step"])}))
         return

@@ -215,7 +215,7 @@ def make_strategy(
         validation_config=None if validation is None else make_validation(config, validation),
         hooks=hooks,
         fresh=fresh,
-        resume_from=run.checkpoints if resume else None,
+        resume_from=run.checkpoints_of(config) if resume else None,
     )
 
 
@@ -274,7 +274,8 @@ def make_hooks(config: TrainConfig, run: RunDir, *, validated: bool) -> list[Hoo
     often = saving if saving.every_n_epochs or saving.every_n_steps else config.validation
     every = Every(steps=often.every_n_steps) if often.every_n_steps else Every(epochs=often.every_n_epochs or 1)
     keep_best = saving.keep_best if validated else None
-    hooks.append(CheckpointHook(run.checkpoints, every, keep_last=saving.keep_last, keep_best=keep_best, metric=saving.metric))
+    place = run.checkpoints_of(config)
+    hooks.append(CheckpointHook(place, every, keep_last=saving.keep_last, keep_best=keep_best, metric=saving.metric))
     return hooks
 
 
@@ -292,8 +293,12 @@ def check_names(what: str, given: dict[str, Any], target: Any) -> None:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """The configuration with the stores' whole paths: a run can then be resumed from another folder."""
-    data = config.data
-    where = {"train": data.train, "validation": data.validation}
-    paths = {key: str(Path(path).absolute()) for key, path in where.items() if path is not None and "://" not in path}
-    return config.model_copy(update={"data": data.model_copy(update=paths)})
+    """The configuration with whole paths: a run can then be resumed from another folder."""
+
+    def whole(section: Any, *keys: str) -> Any:
+        given = {key: getattr(section, key) for key in keys}
+        paths = {key: str(Path(path).absolute()) for key, path in given.items() if path is not None and "://" not in path}
+        return section.model_copy(update=paths)
+
+    saving = whole(config.checkpoint, "directory")
+    return config.model_copy(update={"data": whole(config.data, "train", "validation"), "checkpoint": saving})

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nvalchemi.cli.config import apply_override, check_config, read_yaml
-from nvalchemi.cli.run_dir import RunDir
+from nvalchemi.cli.run_dir import RunDir, has_checkpoints
 from nvalchemi.cli.train import tell_outcome
 from nvalchemi.errors import ConfigError
 
@@ -37,7 +37,7 @@ def command(
             found=f"other settings of {', '.join(f'model.{key}' for key in changed)}",
             fix="start a new run: nvalchemi train with another --run-dir",
         )
-    if not any(run.checkpoints.glob("step-*")):
+    if not has_checkpoints(run.checkpoints_of(config)):
         raise ConfigError(
             f"{run_dir} has no checkpoint to go on from",
             fix=f"begin again: nvalchemi train {run.config_file} --run-dir {run_dir}",

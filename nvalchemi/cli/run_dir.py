@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvalchemi.cli.config import TrainConfig, check_config, dump_config, read_yaml
 from nvalchemi.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nvalchemi.data.address import Where
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -19,43 +22,69 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def has_checkpoints(place: Path | str) -> bool:
+    """Whether there may be checkpoints in a folder or at an address."""
+    if "://" not in str(place):
+        return any(Path(place).glob("step-*"))
+    from nvalchemi.training.storage import storage  # slow to import
+
+    return bool(storage(place).folders())
+
+
 class RunDir:
     """A run's folder.
 
     ``config.yaml`` (all settings), ``model.json`` (how to rebuild the model), ``checkpoints/``, ``metrics.jsonl`` and
-    ``metrics.csv``, ``evaluation/`` (a JSON of errors and an npz of predictions a store), ``plots/``.
+    ``metrics.csv``, ``evaluation/`` (a JSON of errors and an npz of predictions a store), ``plots/``. The settings may name another
+    place for the checkpoints.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.yaml"
         self.model_file = path / "model.json"
-        self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.evaluation = path / "evaluation"
         self.plots = path / "plots"
 
     @classmethod
-    def new(cls, path: Path) -> RunDir:
-        """A folder for a new run.
+    def new(cls, path: Path, config: TrainConfig | None = None) -> RunDir:
+        """A folder for a new run with some settings.
 
         Raises
         ------
         ConfigError
-            Where a run has begun there already.
+            Where a run has begun there already, or has its checkpoints where this one would.
         """
         run = cls(path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is no folder", fix="give another --run-dir")
-        if any(run.checkpoints.glob("step-*")):
+        before = read_yaml(run.config_file).get("checkpoint") if run.config_file.is_file() else None
+        elsewhere = before.get("directory") if isinstance(before, dict) else None
+        if has_checkpoints(elsewhere or path / "checkpoints"):
             raise ConfigError(
                 f"{path} holds a run already", fix=f"go on with it: nvalchemi resume {path}; or give another --run-dir"
+            )
+        if config is not None and has_checkpoints(run.checkpoints_of(config)):
+            raise ConfigError(
+                f"{run.checkpoints_of(config)} holds another run's checkpoints", fix="give another checkpoint.directory"
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the folder {path} cannot be made", found=str(error)) from None
         return run
+
+    def checkpoints_of(self, config: TrainConfig) -> Path | str:
+        """The folder of the checkpoints under some settings, or its address."""
+        return config.checkpoint.directory or self.path / "checkpoints"
+
+    @property
+    def checkpoints(self) -> Where:
+        """The folder of the run's checkpoints, or its address."""
+        from nvalchemi.data.address import where
+
+        return where(self.checkpoints_of(self.config()))
 
     @classmethod
     def existing(cls, path: Path) -> RunDir:

@@ -35,7 +35,7 @@ def command(
     if max_time is not None:
         given.append(f"training.max_time={max_time}")
     checked = load_config(config, given)
-    run = RunDir.new(run_dir)
+    run = RunDir.new(run_dir, checked)
 
     from nvalchemi.cli import recipe  # torch comes in here: a mistake above is told at once
 

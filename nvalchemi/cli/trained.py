@@ -12,6 +12,7 @@ from nvalchemi.training import layout
 from nvalchemi.training.export import weights_of
 from nvalchemi.training.reading import at_path, read_shared
 from nvalchemi.training.shards import placed
+from nvalchemi.training.storage import storage
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ def find(run: RunDir, which: str) -> layout.SavedCheckpoint:
     """The checkpoint that ``which`` means."""
     if which not in ("best", "last"):
         return at_path(which)
-    if not run.checkpoints.is_dir():
+    store = storage(run.checkpoints)
+    if not store.exists():
         raise ConfigError(f"{run.path} has no checkpoints yet", fix="wait for the first one, or train for longer")
     if which == "best":
-        best = layout.best(run.checkpoints, run.config().checkpoint.metric)
+        best = layout.best(store.place, run.config().checkpoint.metric)
         if best is not None:
             return best
-    return at_path(run.checkpoints)
+    return at_path(store.place)

@@ -106,6 +106,20 @@ def reached(address: Address) -> Iterator[None]:
         ) from error
 
 
+def file_size(place: Where) -> int | None:
+    """Bytes of a file, or ``None`` where there is none."""
+    if not isinstance(place, Address):
+        return place.stat().st_size if place.is_file() else None
+    try:
+        with reached(place):
+            fs, path = connect(place)
+            fs.invalidate_cache()  # others write there
+            facts = fs.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return int(facts["size"]) if facts["type"] == "file" else None
+
+
 class Bytes:
     """The bytes of a file, of which parts are read.
 
@@ -122,12 +136,10 @@ class Bytes:
 
     def __init__(self, place: Where) -> None:
         self.place = place
-        if isinstance(place, Address):
-            with reached(place):
-                fs, path = connect(place)
-                self.size = int(fs.info(path)["size"])
-        else:
-            self.size = place.stat().st_size
+        size = file_size(place)
+        if size is None:
+            raise FileNotFoundError(f"there is no file {place}")
+        self.size = size
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The bytes from ``start`` to before ``stop``, which may be written to; those of a file here are mapped, not read."""

@@ -55,16 +55,6 @@ class Remote(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def size(self, name: str) -> int | None:
-        """See the base class."""
-        try:
-            with reached(self.place / name):
-                fs, _ = self._fresh()
-                facts = fs.info(connect(self.place / name)[1])
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return int(facts["size"]) if facts["type"] == "file" else None
-
     def sha256(self, name: str) -> str:
         """See the base class. A file of tensors is read by parts later; any other is fetched, because it is read whole."""
         if not name.endswith(".safetensors"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nvalchemi.data import address
-from nvalchemi.data.address import Address, Where, sync
+from nvalchemi.data.address import Address, Where, file_size, sync
 from nvalchemi.data.tensor_file import TensorFile
 
 MANIFEST = "manifest.json"
@@ -50,10 +50,6 @@ class Storage(ABC):
     @abstractmethod
     def read(self, name: str) -> bytes | None:
         """A small file, or ``None`` where there is none."""
-
-    @abstractmethod
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, or ``None`` where there is none."""
 
     @abstractmethod
     def sha256(self, name: str) -> str:
@@ -102,6 +98,10 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, folder: str) -> None:
         """Remove a checkpoint; a half-removed one does not look like one."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, or ``None`` where there is none."""
+        return file_size(self.place / name)
 
     def exists(self) -> bool:
         """Whether there is such a folder; an object store has none that is empty."""
@@ -158,11 +158,6 @@ class Disk(Storage):
             return (self.place / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
-
-    def size(self, name: str) -> int | None:
-        """See the base class."""
-        path = self.place / name
-        return path.stat().st_size if path.is_file() else None
 
     def sha256(self, name: str) -> str:
         """See the base class."""

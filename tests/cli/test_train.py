@@ -263,6 +263,26 @@ def test_export(trained, tmp_path, raw):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_checkpoints_elsewhere(folder, tmp_path):
+    """The settings name an address: train, resume, evaluate and export find the checkpoints there."""
+    address = f"memory://{tmp_path.name}/run"
+    there = ("--run-dir", tmp_path / "run", f"checkpoint.directory={address}")
+    call("train", "config.yaml", *there, "training.steps=4")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "holds a run already" in " ".join(call("train", "config.yaml", *there, code=2).stderr.split())
+    other = ("--run-dir", tmp_path / "other", f"checkpoint.directory={address}")
+    assert "holds another run's checkpoints" in " ".join(call("train", "config.yaml", *other, code=2).stderr.split())
+    call("resume", tmp_path / "run", "training.steps=6")
+    assert json.loads(call("evaluate", tmp_path / "run", "test.zarr", "--json").stdout)["step"] == 6
+    target = f"{address}/model.safetensors"
+    said = json.loads(call("export", tmp_path / "run", target, "--json").stdout)
+    assert said["file"] == target and said["step"] == 6 and said["bytes"] > 1000
+    assert "there already" in " ".join(call("export", tmp_path / "run", target, code=2).stderr.split())
+    expected = load_trained(RunDir.existing(tmp_path / "run")).model.state_dict()
+    found = load_model(target).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 CALL = "os.system:touch {}"
 
 
