@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import numpy as np
@@ -32,11 +31,11 @@ class AssignmentCoupling(CostCoupling):
     def choose(self, x0: Tensor, x1: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
         if x0.shape[0] > x1.shape[0]:
             raise DataError("each source takes a target of its own", found=f"{x0.shape[0]} sources, {x1.shape[0]} targets")
-        return self.assign(squared_distances(x0, x1)), None
+        return self.assign(x0, x1), None
 
     @abstractmethod
-    def assign(self, cost: Tensor) -> Tensor:
-        """The column of each row of a cost matrix (n, m), n at most m: (n,) int64, none twice."""
+    def assign(self, x0: Tensor, x1: Tensor) -> Tensor:
+        """The row of ``x1`` (m, ...) for each row of ``x0`` (n, ...), n at most m: (n,) int64, none twice."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -52,10 +51,15 @@ class ExactOTCoupling(AssignmentCoupling):
     The assignment is solved by ``scipy.optimize.linear_sum_assignment``, which follows shortest paths of reduced costs (D. F. Crouse,
     IEEE Trans. Aerosp. Electron. Syst. 52, 2016). Taking a number from all of a row or a column changes no assignment, and rough
     entropic potentials are numbers after which most rows have their column at once; so they are taken first.
+    Where there are as many targets as sources, Σ |a - b|² over the pairs is a constant less 2 Σ a·b: moving all sources, or making all targets
+    larger, changes no pairing. So both sets are brought to the same middle and size, where near pairs are pairs that will be made, and where
+    rounding does not know how far apart the sets were.
     """
 
-    def assign(self, cost: Tensor) -> Tensor:
-        return exact_assignment(cost)
+    def assign(self, x0: Tensor, x1: Tensor) -> Tensor:
+        if x0.shape[0] == x1.shape[0]:
+            x0, x1 = same_size(x0), same_size(x1)
+        return exact_assignment(squared_distances(x0, x1))
 
 
 class GreedyCoupling(AssignmentCoupling):
@@ -64,8 +68,16 @@ class GreedyCoupling(AssignmentCoupling):
     ``process_group`` is refused: what one rank takes, another could not.
     """
 
-    def assign(self, cost: Tensor) -> Tensor:
-        return greedy_assignment(cost)
+    def assign(self, x0: Tensor, x1: Tensor) -> Tensor:
+        return greedy_assignment(squared_distances(x0, x1))
+
+
+def same_size(x: Tensor) -> Tensor:
+    """Samples (n, ...) as rows of mean 0 and norm 1 all together, in at least float32; those that are all alike stay at 0."""
+    x = x.flatten(1).to(torch.promote_types(torch.float32, x.dtype))
+    x = x - x.mean(0)
+    size = float(x.norm())
+    return x.div_(size) if 0 < size < float("inf") else x  # what is not finite is refused with the distances
 
 
 def exact_assignment(cost: Tensor) -> Tensor:
@@ -83,13 +95,12 @@ def exact_assignment(cost: Tensor) -> Tensor:
     """
     from scipy.optimize import linear_sum_assignment  # not needed by anybody who imports this package
 
-    matrix = cost.detach().double().cpu().numpy()
-    n, m = matrix.shape
+    n, m = cost.shape
+    matrix = cost.detach().to("cpu", torch.float64, copy=True)
     if n == m and n >= WARM_FROM:
-        levels = 1 + min(3, max(0, math.floor(math.log2(n / 128))))  # the more rows, the finer pays
-        matrix = matrix - rough_columns(cost.float(), levels).double().cpu().numpy()
-        matrix -= matrix.min(1, keepdims=True)
-    _, columns = linear_sum_assignment(matrix)
+        matrix.sub_(rough_columns(cost.float()).to(matrix))
+        matrix.sub_(matrix.amin(1, keepdim=True)).sub_(matrix.amin(0))  # now no row and no column is without a zero
+    _, columns = linear_sum_assignment(matrix.numpy())
     return torch.from_numpy(np.asarray(columns, dtype=np.int64)).to(cost.device)
 
 

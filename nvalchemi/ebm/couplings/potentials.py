@@ -113,18 +113,19 @@ def potentials(cost: Tensor, reg: float, n_iters: int = 100, tolerance: float = 
     return Plan(state.kernel, state.left, state.right, state.potential(), error, error <= tolerance, updates)
 
 
-def rough_columns(cost: Tensor, levels: int) -> Tensor:
-    """Potentials of the columns, (m,) in units of the cost, after a few sweeps at each of some regularisations, each a quarter of the last."""
+def rough_columns(cost: Tensor) -> Tensor:
+    """Potentials of the columns, (m,) in units of the cost, after a few sweeps at a large and at a small regularisation."""
     low, high = (float(x) for x in torch.aminmax(cost))
     if not high > low:
         return cost.new_zeros(cost.shape[1])
     state = _Scaling(cost, (high - low) * FIRST, low)
-    for level in range(levels):
-        if level:
-            state.sharpen(state.reg / 4)
-        for _ in range(2):
-            state.balance()
-            state.sweep()
+    for _ in range(2):
+        state.balance()
+        state.sweep()
+    state.sharpen(state.reg / 8)
+    for _ in range(min(16, len(cost) // 16)):
+        state.balance()
+        state.sweep()
     return state.potential()
 
 

@@ -78,3 +78,39 @@ def test_distances_do_not_know_the_origin():
     exact = torch.cdist(x0.double(), x1.double()).square()
     assert torch.allclose(near.double(), exact / exact.max(), atol=1e-6)
     assert squared_distances(x0.bfloat16(), x1.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("n", [40, 150])
+def test_where_the_targets_are_and_how_large_changes_no_exact_pairing(n):
+    """The sum of squared distances over the pairs is a constant less twice the sum of the products."""
+    x0, x1 = torch.randn(n, 2, dtype=torch.float64), torch.randn(n, 2, dtype=torch.float64)
+    order = torch.arange(n)
+    cost = torch.cdist(x0, x1).square().numpy()
+    least = linear_sum_assignment(cost)[1].tolist()
+    for move, scale in ((0.0, 1.0), (1e5, 1.0), (-3.0, 1e-3), (0.0, 1e4)):
+        assert ExactOTCoupling()(x0, scale * (x1 + move), conditions=order).conditions.tolist() == least
+    far = ExactOTCoupling()((x0 - 500).float(), (x1 + 500).float(), conditions=order).conditions
+    assert cost[order, far].sum() == pytest.approx(cost[order, least].sum(), rel=1e-4)
+
+
+def test_exact_pairing_of_more_targets_than_sources_is_by_the_distances_themselves():
+    """Which targets are left out depends on where they are."""
+    x0, x1 = torch.tensor([[0.0], [1.0]]), torch.tensor([[9.0], [0.1], [0.9]])
+    assert ExactOTCoupling()(x0, x1).x1.flatten().tolist() == pytest.approx([0.1, 0.9])
+
+
+@pytest.mark.parametrize("coupling", [ExactOTCoupling(), GreedyCoupling()])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_what_is_not_finite_or_has_no_finite_distance_is_refused(coupling, bad):
+    x0, x1 = torch.randn(100, 2), torch.randn(100, 2)
+    x1[3, 1] = bad
+    with pytest.raises(DataError, match="not finite"):
+        coupling(x0, x1)
+    with pytest.raises(DataError, match="not finite"):
+        coupling(x1, x0)
+
+
+@pytest.mark.parametrize("coupling", [ExactOTCoupling(), GreedyCoupling()])
+def test_points_that_are_all_alike_are_paired(coupling):
+    x0, order = torch.randn(120, 2), torch.arange(120)
+    assert sorted(coupling(x0, torch.ones(120, 2), conditions=order).conditions.tolist()) == order.tolist()
