@@ -1,7 +1,8 @@
 """A sharded network without its hooks: block by block through gathered calls, or with all its weights at once.
 
 Both ways put other classes on the network's modules for a while, which is how ``fully_shard`` itself works: a call then skips the hooks
-that gather and free weights (and any other forward hooks of a unit). What a network's forward does is left as it is.
+that gather and free weights. What a network's forward does, and hooks of its user's, is left as it is; those of a block run each time that
+it is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nvalchemi.distributed.bare import call_bare, detour
 from nvalchemi.distributed.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
@@ -186,13 +188,13 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(walk: Walk, net: nn.Module) -> Iterator[None]:
-    """Run the units around blocks without their hooks, and ``net`` as it is."""
+    """Run the units around blocks without the hooks of their sharding, and ``net`` as it is."""
     with ExitStack() as stack:
         for module, unit in walk.through:
             if unit is not None and is_unit(module):
                 stack.enter_context(_called(module, partial(_call_through, module, unit)))
             elif isinstance(module, _Follows):
-                stack.enter_context(_called(module, partial(nn.Module.__call__, module)))
+                stack.enter_context(_called(module, partial(call_bare, module)))
         yield
 
 
@@ -219,7 +221,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
             values[i] = tensor
         given, named = pytree.tree_unflatten(values, spec)
         with with_parameters(module, names, parameters):
-            result = type(module).forward(module, *given, **named)
+            result = call_bare(module, *given, **named)
         leaves, form = pytree.tree_flatten(result)
         places_of = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         shape[:] = [leaves, form, places_of]
@@ -231,7 +233,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
     inputs = [flat[i] for i in where]
     for i in where:
         flat[i] = None  # the operation keeps the tensors
-    outputs = gathered_call(block, places, shards, inputs)
+    outputs = gathered_call(block, places, shards, inputs, module=module)
     leaves, form, places_of = shape
     leaves = list(leaves)
     for i, tensor in zip(places_of, outputs, strict=True):
@@ -241,9 +243,9 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
 
 
 def _call_through(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a unit alone, with its casts and without its hooks."""
+    """The call of a unit alone, with its casts and without the hooks of its sharding."""
     args, kwargs = unit.cast((args, kwargs))
-    return _cast(type(module).forward(module, *args, **kwargs), unit.output_dtype)
+    return _cast(call_bare(module, *args, **kwargs), unit.output_dtype)
 
 
 def _sharded_parameters(module: nn.Module, unit: Unit, recurse: bool) -> tuple[list[str], list[Place], list[Tensor]]:
@@ -314,7 +316,7 @@ def _called(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 @cache
 def _redirected(cls: Any) -> type:
-    return _derived(cls, lambda self, *args, **kwargs: self.__dict__[_CALL](*args, **kwargs))
+    return detour(cls, lambda self, *args, **kwargs: self.__dict__[_CALL](*args, **kwargs))
 
 
 @cache
@@ -328,16 +330,7 @@ def _following(cls: Any) -> type:
             reshard(self)
         return result
 
-    return _derived(cls, call, _Follows)
-
-
-def _derived(cls: type, call: Callable[..., Any], *more: type) -> type:
-    """A class like ``cls`` with another ``__call__``."""
-    members: dict[str, Any] = {"__call__": call}
-    if hasattr(cls, "_orig_cls_mro_index"):
-        # torch finds the class from before sharding by its place in the list of ancestors, which is now one further
-        members["_orig_cls_mro_index"] = cls._orig_cls_mro_index + 1
-    return type(cls.__name__, (cls, *more), members)
+    return detour(cls, call, _Follows)
 
 
 def is_unit(module: nn.Module) -> bool:

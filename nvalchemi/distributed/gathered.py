@@ -12,15 +12,17 @@ Gradients of parameters are means over the ranks, as with ``fully_shard``. All r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
+from nvalchemi.distributed.moving import MovingBuffers
 from nvalchemi.errors import TrainingError
 
 Block = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -165,7 +167,11 @@ def _packed(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def gathered_call(
-    block: Block, places: Sequence[Place], shards: Sequence[Tensor], inputs: Sequence[Tensor]
+    block: Block,
+    places: Sequence[Place],
+    shards: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    module: nn.Module | None = None,
 ) -> tuple[Tensor, ...]:
     """Call ``block`` on the full parameters and ``inputs``; differentiable to any order by both.
 
@@ -177,6 +183,8 @@ def gathered_call(
         Where each parameter lies, and this rank's part of it; none where nothing is sharded.
     inputs
         Tensors of any kind, at least one where there are no places; gradients flow to those that require one.
+    module
+        Whose forward the function is, if any: its buffers move with the call, and not again when it is computed again.
 
     Returns
     -------
@@ -190,11 +198,11 @@ def gathered_call(
     """
     with torch.profiler.record_function("nvalchemi::gathered_call"):
         device = places[0].device if places else inputs[0].device
-        return GatheredCall.apply(Repeated(block, device), tuple(places), *shards, *inputs)
+        return GatheredCall.apply(Repeated(block, device, module), tuple(places), *shards, *inputs)
 
 
 class Repeated:
-    """A block that computes the same each time: autocast and random streams are those of its first call.
+    """A block that computes the same each time: autocast, random streams and moving buffers are those of its first call.
 
     Parameters
     ----------
@@ -202,25 +210,30 @@ class Repeated:
         The function.
     device
         Where it is computed.
+    module
+        Whose buffers it moves.
     """
 
-    def __init__(self, block: Block, device: torch.device) -> None:
+    def __init__(self, block: Block, device: torch.device, module: nn.Module | None = None) -> None:
         self._block, self._device = block, device
         self._dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         self._streams: tuple[Tensor, Tensor | None] | None = None
+        self._buffers = None if module is None else MovingBuffers(module)
 
     def __call__(self, parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         # Cached casts of weights would keep them from being freed.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
             if self._streams is None:
                 self._streams = (torch.get_rng_state(), self._accelerator().get_rng_state() if self._on_accelerator else None)
-                return self._block(parameters, inputs)
+                with nullcontext() if self._buffers is None else self._buffers.first:
+                    return self._block(parameters, inputs)
             devices = [self._device] if self._on_accelerator else []
             with torch.random.fork_rng(devices=devices, device_type=self._device.type if devices else "cuda"):
                 torch.set_rng_state(self._streams[0])
                 if self._streams[1] is not None:
                     self._accelerator().set_rng_state(self._streams[1])
-                return self._block(parameters, inputs)
+                with nullcontext() if self._buffers is None else self._buffers.again:
+                    return self._block(parameters, inputs)
 
     @property
     def _on_accelerator(self) -> bool:

@@ -12,14 +12,16 @@ from an attribute) is left to torch's ``checkpoint``, which gives the right grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nvalchemi.distributed.bare import StandIn
 from nvalchemi.distributed.blocks import holds_shards, is_redirected, with_parameters
+from nvalchemi.distributed.moving import MovingBuffers
 from nvalchemi.errors import TrainingError
 
 
@@ -43,7 +45,7 @@ def is_recomputed(module: nn.Module) -> bool:
     return any(isinstance(m.__dict__.get("forward"), Recomputed) for m in module.modules())
 
 
-class Recomputed:
+class Recomputed(StandIn):
     """Stands for the ``forward`` of a module.
 
     Parameters
@@ -105,7 +107,7 @@ class Recomputed:
             return self._forward(*args, **kwargs)
         for i in where:
             flat[i] = None  # the operation keeps the tensors
-        return call.result(gathered_call(call, [], [], tensors))
+        return call.result(gathered_call(call, [], [], tensors, module=self.module))
 
     def _left_to_torch(self, args: Any, kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
@@ -122,7 +124,8 @@ class Recomputed:
                 return self._forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), BuffersKept(self.module)
+            buffers = MovingBuffers(self.module)
+            return buffers.first, buffers.again
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
@@ -147,8 +150,7 @@ class _Call:
 
     def __call__(self, _: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         if not self._first:
-            with BuffersKept(self._owner.module):
-                return self._run(tensors)
+            return self._run(tensors)
         self._first = False
         with torch.enable_grad():  # nothing given requires a gradient, so whatever comes out with one read something else
             found = self._run([t.detach() for t in tensors])
@@ -194,24 +196,3 @@ class _AsBefore:
         torch.set_rng_state(self._stream)
         if self._device is not None:
             torch.get_device_module(self._device).set_rng_state(self._other, self._device)
-
-
-class BuffersKept:
-    """A context in which running means and the like move in a copy: what is computed again must not count again.
-
-    It can be entered again, as torch does in every backward.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._before = [(m, name, b) for m in self._module.modules() for name, b in m._buffers.items() if b is not None]
-        for holder, name, buffer in self._before:
-            holder._buffers[name] = buffer.clone()
-
-    def __exit__(self, *_: object) -> None:
-        for holder, name, buffer in self._before:
-            holder._buffers[name] = buffer
-        self._before = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from nvalchemi.distributed.blocks import follow_gradients, is_sharded, is_unit, 
 from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.meta import Initialise, is_on_meta, materialise
+from nvalchemi.distributed.reads import whole_reads
 from nvalchemi.distributed.targets import Target
 from nvalchemi.distributed.wrap import Wrap, units
 from nvalchemi.errors import ConfigError, TrainingError
@@ -132,6 +133,7 @@ class Shards:
         new = [(name, net, units(net, sharding.wrap)) for name, net in zip(names, self.nets, strict=True) if not is_sharded(net)]
         for name, net, _ in new:
             _check(name, net)
+        self._manager = manager
         options = sharding.options(manager)
         for _, net, parts in new:
             _shard(net, parts, options, manager)
@@ -173,6 +175,17 @@ class Shards:
                     fix="use it in every micro-batch, or accumulate=1",
                 )
         self._called.clear()
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Inside, a shard that is read as if it were whole is an error that names its reader."""
+        return whole_reads(dict(zip(self.names, self.nets, strict=True)))
+
+    @torch.no_grad()
+    def align_buffers(self) -> None:
+        """Give every rank the buffers (running means, counters) of rank 0."""
+        for net in self.nets:
+            for buffer in net.buffers():
+                buffer.copy_(broadcast(buffer, self._manager))
 
     def _note(self, net: nn.Module, arguments: Any) -> None:
         # Only the calls that go through the hooks of fully_shard come here; the others divide their gradients at once.

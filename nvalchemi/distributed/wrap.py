@@ -12,6 +12,7 @@ Wrap = int | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module],
 """How a network is divided: see `units`."""
 
 SHARE = 0.25  # by default a part that holds more of all parameters than this is divided further, where it can be
+READERS = (nn.MultiheadAttention,)  # read weights of the layers inside them without calling these: no part can begin there
 LEAST = 0.001  # and one that holds less stays with what is around it: a collective of its own would cost more than it saves
 
 
@@ -26,7 +27,7 @@ def units(net: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
         A class or several: each module of such a class. A whole number: the smallest parts with at least so many parameters outside the
         parts within. A function: each module for which it is true. ``None``: the largest parts that hold at most a quarter of all
         parameters, or cannot be divided, and at least a thousandth. Parameters outside all parts are the network's own, which is a part
-        as well.
+        as well. Layers inside an ``nn.MultiheadAttention`` are never parts by themselves: it reads their weights without calling them.
 
     Raises
     ------
@@ -42,7 +43,8 @@ def units(net: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
         found = _at_least(net, wrap)
     else:
         choose = _chosen_by(wrap)
-        found = [module for module in _inner_first(net) if module is not net and choose(module) and _holds(module)]
+        closed = _closed(net)
+        found = [m for m in _inner_first(net) if m is not net and id(m) not in closed and choose(m) and _holds(m)]
         if not found:
             raise ConfigError(
                 "wrap finds no part of the network to shard by itself",
@@ -75,23 +77,24 @@ def _divided(net: nn.Module) -> Iterator[nn.Module]:
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             share = count(child) / max(total, 1)
-            inside = any(_holds(part) for part in child.children())
+            inside = any(_holds(part) for part in child.children()) and not isinstance(child, READERS)
             if inside and (share > SHARE or not _is_called(child)):
                 yield from visit(child)
             elif share >= LEAST and _is_called(child) and not (inside is False and share > 1 - LEAST):
                 yield child
 
-    return visit(net)
+    return iter(()) if isinstance(net, READERS) else visit(net)
 
 
 def _at_least(net: nn.Module, least: int) -> list[nn.Module]:
     if least < 1:
         raise ConfigError("wrap is wrong", found=least, needed="a positive number of parameters")
     found: list[nn.Module] = []
+    closed = _closed(net)
     for module in _inner_first(net):
         inside = {id(p) for unit in found for p in unit.parameters()}
         own = sum(p.numel() for p in module.parameters() if id(p) not in inside)
-        if module is not net and _is_called(module) and own >= least and not _shares(module, net):
+        if module is not net and id(module) not in closed and _is_called(module) and own >= least and not _shares(module, net):
             found.append(module)
     return found
 
@@ -112,6 +115,11 @@ def _inner_first(net: nn.Module) -> Iterator[nn.Module]:
 def count(module: nn.Module) -> int:
     """The number of parameters, entries of all of them."""
     return sum(p.numel() for p in module.parameters())
+
+
+def _closed(net: nn.Module) -> set[int]:
+    """What lies inside modules that read the weights of their layers."""
+    return {id(m) for reader in net.modules() if isinstance(reader, READERS) for m in reader.modules() if m is not reader}
 
 
 def _holds(module: nn.Module) -> bool:

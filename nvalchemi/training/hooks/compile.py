@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from nvalchemi.distributed.bare import StandIn
 from nvalchemi.distributed.blocks import lowest_units
 from nvalchemi.distributed.recompute import is_recomputed
 from nvalchemi.distributed.targets import Target
@@ -123,7 +124,7 @@ class CompileHook(Hook):
         logger.warning("model '%s' is not compiled: %s", name, reason)
 
 
-class Compiled:
+class Compiled(StandIn):
     """Stands for the ``forward`` of a module: compiled, but for calls that may be differentiated twice.
 
     Parameters

@@ -29,6 +29,8 @@ class FSDP2Hook(DataParallelHook):
     gradient go through :mod:`nvalchemi.distributed.gathered`. Rank 0's first weights and buffers are everybody's. Each rank gets its share
     of the training and validation data. Without a process group (one plain process) this hook takes no part at all.
 
+    Running means and other buffers are each rank's own in training; rank 0's are validated with, saved, and everybody's at the end.
+
     Gradients of calls of first order are divided with a step's last micro-batch, those of second order with each, so that no rank ever has
     all of them.
 
@@ -114,17 +116,25 @@ class FSDP2Hook(DataParallelHook):
     def hold_back(self, ctx: TrainContext) -> Iterator[None]:
         """Divide gradients with the step's last micro-batch."""
         assert self._shards is not None
-        with self._shards.sync() if ctx.is_last_microbatch else self._shards.no_sync():
+        with self._shards.sync() if ctx.is_last_microbatch else self._shards.no_sync(), self._shards.explained():
             yield
 
     @around(TrainingSpan.VALIDATION)
     def leave_nothing(self, ctx: TrainContext) -> Iterator[None]:
         """Free what validation gathered: whoever looks at the parameters next is to see the sharded ones."""
         assert self._shards is not None
+        self._shards.align_buffers()
         try:
-            yield
+            with self._shards.explained():
+                yield
         finally:
             self._shards.reshard()
+
+    @on(TrainingStage.TRAINING_END)
+    def align(self, ctx: TrainContext) -> None:
+        """End with the same model on every rank, also where it has running means."""
+        assert self._shards is not None
+        self._shards.align_buffers()
 
     def release(self) -> None:
         if self._shards is not None:

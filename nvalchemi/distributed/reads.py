@@ -1,0 +1,79 @@
+"""What torch's error means where weights of a shard are read as if they were whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from torch import nn
+
+from nvalchemi.distributed.bare import own_class
+from nvalchemi.distributed.blocks import is_unit
+from nvalchemi.errors import ConfigError
+
+_SAID = "mixed torch.Tensor and DTensor"
+
+
+@contextmanager
+def whole_reads(nets: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Name the reader, where inside torch finds a shard among whole tensors.
+
+    Parameters
+    ----------
+    nets
+        The sharded networks by the name of their model.
+
+    Raises
+    ------
+    ConfigError
+        In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _SAID not in str(error):
+            raise
+        raise _meant(error, nets) from error
+
+
+def _meant(error: RuntimeError, nets: Mapping[str, nn.Module]) -> ConfigError:
+    for module in reversed(_callers(error.__traceback__)):
+        for model, net in nets.items():
+            path = next((name for name, m in net.named_modules() if m is module), None)
+            if path is None:
+                continue
+            parts = [name for name, m in module.named_modules() if m is not module and is_unit(m)]
+            reader = f"'{path}' ({own_class(module).__name__.removeprefix('FSDP')})" if path else "the network itself"
+            return ConfigError(
+                f"model '{model}': weights of a part that is sharded by itself are read without calling it",
+                found=f"in the forward of {reader}, whose parts are {', '.join(parts[:8]) or 'none'}",
+                needed="parts that are called as modules",
+                fix="call the part, or choose parts that hold both what is read and its reader: FSDP2Hook(wrap=...)",
+            )
+    return ConfigError(
+        "weights of a sharded model are read outside its forward, where each rank has its part of them",
+        found=f"in {_place(error.__traceback__)}",
+        fix="read them in the network's forward and give the result as an output; for a penalty on weights use the optimizer's weight_decay",
+    )
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _callers(trace: TracebackType | None) -> list[nn.Module]:
+    found = [frame.tb_frame.f_locals.get("self") for frame in _frames(trace)]
+    return [owner for owner in found if isinstance(owner, nn.Module)]
+
+
+def _place(trace: TracebackType | None) -> str:
+    ours = [
+        t
+        for t in _frames(trace)
+        if not t.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "nvalchemi.", "contextlib"))
+    ]
+    last = ours[-1] if ours else trace
+    return "?" if last is None else f"{last.tb_frame.f_code.co_name}, line {last.tb_lineno} of {last.tb_frame.f_code.co_filename}"

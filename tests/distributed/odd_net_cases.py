@@ -1,0 +1,227 @@
+"""Networks as people write them: what the ranks do in test_odd_nets.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvalchemi.distributed import unsharded
+from nvalchemi.distributed.shard import Sharding, Shards
+from nvalchemi.distributed.tensors import full
+from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel
+from nvalchemi.training import OptimizerConfig, TrainingStrategy, ValidationConfig
+from nvalchemi.training.hooks import FSDP2Hook
+from tests.distributed.ddp_cases import own
+
+DIM, WIDTH = 5, 12
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def hooked() -> nn.Module:
+    """Hooks of the user's on parts, on the network, and on something without weights."""
+    net = chain()
+    net[2].register_forward_hook(lambda module, given, out: 2 * out)
+    net[2].register_forward_pre_hook(lambda module, given: (given[0] + 0.5,))
+    net[3].register_forward_hook(lambda module, given, out: out - 1)
+    net.register_forward_hook(lambda module, given, kwargs, out: out + given[0].square().sum(-1, keepdim=True), with_kwargs=True)
+    return net
+
+
+def replaced() -> nn.Module:
+    """A forward of an object's own."""
+    net = chain()
+    net[2].forward = lambda x: 3 * F.linear(x, net[2].weight, net[2].bias)  # type: ignore[method-assign]
+    return net
+
+
+class Doubles(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+def called() -> nn.Module:
+    """A class with a ``__call__`` of its own."""
+    return nn.Sequential(nn.Linear(DIM, WIDTH), nn.Tanh(), Doubles(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def spectral() -> nn.Module:
+    """Every forward changes the buffers that the weight is computed from."""
+    net = chain()
+    nn.utils.parametrizations.spectral_norm(net[2])
+    return net
+
+
+def old_norm() -> nn.Module:
+    """The weight is set by a hook before the forward, from two parameters."""
+    net = chain()
+    nn.utils.weight_norm(net[2])
+    return net
+
+
+def normalised() -> nn.Module:
+    """Running means of a layer whose batches are alike on all ranks."""
+    return nn.Sequential(nn.Linear(DIM, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+class Attentive(nn.Module):
+    """Attention reads the weights of its last layer without calling it; a feed-forward part of unlike size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(1, 8), nn.Linear(8, 1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x[..., None])
+        # weights are asked for, so that torch takes the way that can be differentiated twice
+        return self.out(torch.tanh(h + self.attention(h, h, h, need_weights=True)[0]).mean(1))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive)
+}
+
+
+class Energy(EnergyModel):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).squeeze(-1)
+
+
+def energies(model: Energy, x: Tensor) -> Tensor:
+    return (model(x) - x.square().sum(-1)).square().mean()
+
+
+def scores(model: Energy, x: Tensor) -> Tensor:
+    energy, gradient = model.energy_and_gradient(x, create_graph=True)
+    return (energy.square() + (gradient + x).square().sum(-1)).mean()
+
+
+LOSSES: dict[str, Callable[[Energy, Tensor], Tensor]] = {"energies": energies, "scores": scores}
+
+
+def agrees(manager: Any, name: str, loss: str, each: bool) -> float:
+    """The largest error after three steps, of gradients, weights and buffers; then of the energies, sharded and gathered."""
+    torch.manual_seed(0)
+    whole, model = (Energy(NETS[name]()).double() for _ in range(2))
+    model.load_state_dict(whole.state_dict())
+    shards = Shards({"model": model}, ["model"], Sharding(wrap=nn.Linear if each else None), manager, seed=0)
+    x = torch.randn(4, 6, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    errors = []
+    for batch in x[:3]:
+        for m in (whole, model):
+            m.zero_grad()
+            LOSSES[loss](m, batch).backward()
+        errors += [_error(p, q, "grad") for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
+        with torch.no_grad():
+            for m in (whole, model):
+                for p in m.parameters():
+                    p -= 0.05 * p.grad
+    shards.reshard()
+    errors += [_error(p, q) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
+    errors += [_error(p, q) for p, q in zip(whole.buffers(), model.buffers(), strict=True)]
+    whole.eval(), model.eval()
+    with torch.no_grad():
+        wanted = whole(x[3])
+        errors.append(_error(wanted, model(x[3])))
+        with unsharded(model):
+            errors.append(_error(wanted, model(x[3])))
+    errors.append(_error(whole.gradient(x[3]), model.gradient(x[3])))
+    shards.close()
+    return max(errors)
+
+
+def _error(wanted: Any, got: Any, what: str | None = None) -> float:
+    if what is not None:
+        wanted, got = getattr(wanted, what), getattr(got, what)
+        if wanted is None or got is None:
+            return 0.0 if all(g is None or not full(g).any() for g in (wanted, got)) else float("inf")
+    return float((full(got) - wanted).detach().abs().max())
+
+
+class Reads(nn.Module):
+    """Uses a layer's weight once more without calling the layer."""
+
+    def __init__(self, in_training: bool = True) -> None:
+        super().__init__()
+        self.in_training = in_training
+        self.into, self.out = nn.Linear(DIM, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        return (
+            self.out(h)
+            if self.training > self.in_training
+            else self.out(h) + (h @ self.into.weight).square().sum(-1, keepdim=True)
+        )
+
+
+def penalised(found: Tensor, batch: Tensor, model: nn.Module) -> Tensor:
+    return found.square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def train(manager: Any, model: nn.Module, *, loss: Any = None, wrap: Any = None, **options: Any) -> Any:
+    """Two steps on batches that differ from rank to rank."""
+    batches = [torch.randn(6, DIM, generator=torch.Generator().manual_seed(10 * i + manager.rank)).double() for i in range(2)]
+    return TrainingStrategy(
+        models=model,
+        optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.01}),
+        loss_fn=loss or (lambda found, batch: found.square().mean()),
+        training_fn=lambda m, batch: m(batch),
+        num_epochs=1,
+        distributed_manager=manager,
+        hooks=[FSDP2Hook(wrap=wrap)],
+        **options,
+    ).run(own(batches, manager))
+
+
+def misread(manager: Any, what: str) -> str:
+    """What is said where a shard is read as if it were whole; with a part that holds both all is well."""
+    torch.manual_seed(0)
+    model: nn.Module = Energy(Reads(what == "forward") if what != "penalty" else chain()).double()
+    loss = (lambda found, batch: penalised(found, batch, model)) if what == "penalty" else None
+    validation = ValidationConfig(validation_data=[torch.ones(3, DIM).double()], every_n_steps=1)
+    try:
+        train(manager, model, loss=loss, validation_config=validation)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Reads(), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+def read_within(manager: Any) -> str:
+    """The cure: the reader is a part."""
+    train(manager, Energy(Around()).double(), wrap=Reads)
+    return "nothing"
+
+
+def running_means(manager: Any) -> dict[str, Any]:
+    """Of batches that differ from rank to rank: what is validated with, and what is left."""
+    torch.manual_seed(0)
+    model = Energy(normalised()).double()
+    validation = ValidationConfig(validation_data=[torch.ones(3, DIM).double(), torch.zeros(4, DIM).double()], every_n_steps=1)
+    ctx = train(manager, model, validation_config=validation)
+    return {
+        "buffers": [b.clone() for b in model.buffers()],
+        "validation": ctx.validation,
+        "moved": model.net[1].running_mean.any(),
+    }

@@ -1,0 +1,38 @@
+"""Sharded networks of kinds that people write give what they give in one piece."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import odd_net_cases as cases
+
+CASES = "tests.distributed.odd_net_cases"
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["as it comes", "each layer"])
+@pytest.mark.parametrize("loss", cases.LOSSES)
+@pytest.mark.parametrize("name", cases.NETS)
+def test_same_gradients_and_buffers(ranks, name, loss, each):
+    """Hooks of a user's own run; buffers that a forward moves move once, and what is computed again sees them as they were."""
+    assert max(ranks.call(f"{CASES}:agrees", name, loss, each)) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("forward", "in the forward of the network itself, whose parts are into, out"),
+        ("validation", "in the forward of the network itself, whose parts are into, out"),
+        ("penalty", "use the optimizer's weight_decay"),
+    ],
+)
+def test_a_shard_read_as_if_it_were_whole_is_told_with_the_cure(ranks, what, said):
+    for found in ranks.call(f"{CASES}:misread", what):
+        assert said in found and ("FSDP2Hook(wrap=...)" in found) == (what != "penalty")
+        assert "test" not in found or "odd_net_cases.py" in found
+    assert ranks.call(f"{CASES}:read_within") == ["nothing"] * 2
+
+
+def test_running_means_are_those_of_rank_0_on_every_rank(ranks):
+    first, second = ranks.call(f"{CASES}:running_means")
+    assert first["moved"] and first["validation"] == second["validation"]
+    assert all(a.equal(b) for a, b in zip(first["buffers"], second["buffers"], strict=True))
