@@ -146,7 +146,7 @@ class Bytes:
         if isinstance(self.place, Address):
             with reached(self.place):
                 fs, path = connect(self.place)
-                return np.frombuffer(bytearray(fs.cat_file(path, start, stop)), np.uint8)
+                return np.frombuffer(bytearray(fs.cat_file(path, start=start, end=stop)), np.uint8)
         return np.memmap(self.place, np.uint8, "c", start, (stop - start,))
 
 

@@ -22,6 +22,12 @@ class Bucket(LocalFileSystem):
     def mv(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("an object store has no rename")
 
+    def cat_file(
+        self, path: str, version_id: Any = None, start: int | None = None, end: int | None = None
+    ) -> Any:  # as s3fs has it
+        assert version_id is None
+        return super().cat_file(path, start=start, end=end)
+
     def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
         assert not rpath.endswith(".safetensors"), "a file of tensors is read by parts"
         super().get_file(rpath, lpath, **kwargs)
