@@ -134,6 +134,15 @@ def check_backward(path: str, tree: ast.AST) -> Iterator[str]:
             yield f"{path}:{node.lineno}: calls .backward(; only {BACKWARD_OWNER} may, others call update.backward("
 
 
+def check_archives(path: str, tree: ast.AST) -> Iterator[str]:
+    """No archive is unpacked (B116): a member could name a place outside the folder. Members are read by name."""
+    for node in ast.walk(tree):
+        call = isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in {"extract", "extractall", "unpack_archive"}
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if call or "tarfile" in names or (isinstance(node, ast.ImportFrom) and node.module == "tarfile"):
+            yield f"{path}:{node.lineno}: unpacks an archive"
+
+
 def dotted(node: ast.AST) -> str:
     """``a.b.c`` of an attribute chain; the tail alone where it begins with a call or an index."""
     if isinstance(node, ast.Name):
@@ -144,7 +153,7 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-RULES = (check_arrows, check_strategy, check_environment, check_ranks, check_gradient, check_backward)
+RULES = (check_arrows, check_strategy, check_environment, check_ranks, check_gradient, check_backward, check_archives)
 
 
 def faults(path: str, source: str) -> list[str]:

@@ -45,6 +45,9 @@ BAD = {
     "gradient taken under another name": ("ebm/scores.py", "from torch.autograd import grad"),
     "backward called": ("ebm/losses/x.py", "def f(loss):\n    loss.backward()"),
     "backward called on a sum": ("training/strategy.py", "(loss.total * 2).backward(retain_graph=True)"),
+    "an archive unpacked": ("data/x.py", "import zipfile\nwith zipfile.ZipFile(p) as a:\n    a.extractall(folder)"),
+    "an archive unpacked by another name": ("data/x.py", "from shutil import unpack_archive\nunpack_archive(p)"),
+    "a tape archive": ("data/x.py", "from tarfile import open"),
 }
 
 

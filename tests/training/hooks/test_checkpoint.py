@@ -2,11 +2,14 @@ import itertools
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from nvalchemi.data import datapipes
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training import Every, OptimizerConfig, TrainingStage, ValidationConfig, layout, on
 from nvalchemi.training.hooks import CheckpointHook, EarlyStopHook, EMAHook
+from nvalchemi.training.schedules import warmup_cosine
 from tests.training.hooks.runs import batches, network, strategy
 
 
@@ -76,35 +79,54 @@ def test_b58_it_sees_every_other_hooks_last_state_wherever_it_stands(tmp_path, f
         assert layout.read(path).metric("loss") == float(n)
 
 
-def consumed(folder, epochs, stop_at=None, workers=0, **kwargs):
-    """The indices of the samples trained on, in order."""
+LOADERS = {
+    "torch's": lambda data, size: DataLoader(data, batch_size=size, shuffle=True),
+    "torch's, 2 workers": lambda data, size: DataLoader(data, batch_size=size, shuffle=True, num_workers=2),
+    "ours": lambda data, size: datapipes.DataLoader(datapipes.InMemoryDataset(data.tensors[0]), batch_size=size, shuffle=True),
+}
+
+
+def consumed(folder, kind, size, epochs, stop_at=None):
+    """The indices of 20 samples trained on, in order."""
     x = torch.arange(20, dtype=torch.float32).reshape(20, 1).repeat(1, 3)
-    loader = DataLoader(TensorDataset(x, torch.zeros(20, 1)), batch_size=2, shuffle=True, num_workers=workers)
     indices = []
 
     @on(TrainingStage.STEP_END)
     def note(ctx):
-        indices.extend(ctx.batch[0][:, 0].long().tolist())
+        rows = ctx.batch if isinstance(ctx.batch, torch.Tensor) else ctx.batch[0]
+        indices.extend(rows[:, 0].long().tolist())
         if ctx.progress.step == stop_at:
             ctx.stop("for the test")
 
-    hook = CheckpointHook(folder, Every(steps=100))
-    strategy(network(), [hook, note], num_epochs=epochs, resume_from="latest", **kwargs).run(loader)
+    strategy(
+        network(),
+        [CheckpointHook(folder, Every(steps=100)), note],
+        loss_fn=lambda prediction, batch: prediction.square().mean(),
+        training_fn=lambda model, batch: model(batch if isinstance(batch, torch.Tensor) else batch[0]),
+        num_epochs=epochs,
+        resume_from="latest",
+    ).run(LOADERS[kind](TensorDataset(x, torch.zeros(20, 1)), size))
     return indices
 
 
-def test_b60_a_resume_goes_on_in_the_same_order(tmp_path):
-    whole = consumed(tmp_path / "whole", 3)
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("size", "stop"),
+    [(2, 14), (2, 20), (3, 3)],
+    ids=["B60, four batches of the second epoch", "K05, the end of the second epoch", "K06, step 3 of the first"],
+)
+def test_b60_k05_k06_a_resume_goes_on_in_the_same_order(tmp_path, kind, size, stop):
+    """Whatever torch's own stream is at the time of the resume."""
+    whole = consumed(tmp_path / "whole", kind, size, 3)
     assert all(sorted(whole[i : i + 20]) == list(range(20)) for i in (0, 20, 40))
-    assert whole[:20] != whole[20:40] != whole[40:]
+    assert len({tuple(whole[i : i + 20]) for i in (0, 20, 40)}) == 3
     torch.manual_seed(5)
-    first = consumed(tmp_path / "broken", 3, stop_at=14)  # after four batches of the second epoch
+    first = consumed(tmp_path / "broken", kind, size, 3, stop_at=stop)
     torch.manual_seed(6)
-    second = consumed(tmp_path / "broken", 3)
-    assert first + second == whole
+    assert first + consumed(tmp_path / "broken", kind, size, 3) == whole
 
 
-def rates(folder, steps, horizon=10, stop_at=None):
+def rates(folder, steps, horizon=10, stop_at=None, schedule=CosineAnnealingLR, name="T_max"):
     seen = []
 
     @on(TrainingStage.STEP_START)
@@ -116,24 +138,36 @@ def rates(folder, steps, horizon=10, stop_at=None):
         if ctx.progress.step == stop_at:
             ctx.stop("for the test")
 
-    config = OptimizerConfig(torch.optim.SGD, {"lr": 1.0}, torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": horizon})
+    config = OptimizerConfig(torch.optim.SGD, {"lr": 1.0}, schedule, {name: horizon})
     hooks = [CheckpointHook(folder, Every(steps=100)), note, stop]
     strategy(network(), hooks, optimizer_configs=config, num_steps=steps, resume_from="latest").run(batches())
     return seen
 
 
-def test_b66_the_total_is_the_total_and_the_curve_the_same(tmp_path):
-    whole = rates(tmp_path / "whole", 10)
-    first = rates(tmp_path / "broken", 10, stop_at=6)
+SCHEDULES = pytest.mark.parametrize(("schedule", "name"), [(CosineAnnealingLR, "T_max"), (warmup_cosine, "total_steps")])
+
+
+@SCHEDULES
+def test_b66_the_total_is_the_total_and_the_curve_the_same(tmp_path, schedule, name):
+    whole = rates(tmp_path / "whole", 10, schedule=schedule, name=name)
+    first = rates(tmp_path / "broken", 10, stop_at=6, schedule=schedule, name=name)
     assert first == whole[:6]
-    rest = rates(tmp_path / "broken", 10)
+    rest = rates(tmp_path / "broken", 10, schedule=schedule, name=name)
     assert len(rest) == 4 and rest == whole[6:]
 
 
-def test_b66_a_longer_run_takes_the_steps_that_are_left_on_the_schedule_that_the_code_declares(tmp_path):
-    rates(tmp_path, 10, stop_at=6)
-    rest = rates(tmp_path, 20, horizon=20)
-    assert len(rest) == 14
+@SCHEDULES
+def test_b66_a_longer_run_takes_the_steps_that_are_left_on_the_schedule_that_the_code_declares(tmp_path, schedule, name):
+    """The first of them with the rate that was saved; then by the new curve, or from that rate where a rate is made from the one before."""
+    short = rates(tmp_path / "short", 10, schedule=schedule, name=name)
+    rates(tmp_path / "broken", 10, stop_at=6, schedule=schedule, name=name)
+    rest = rates(tmp_path / "broken", 20, horizon=20, schedule=schedule, name=name)
+    whole = rates(tmp_path / "whole", 20, horizon=20, schedule=schedule, name=name)
+    assert len(rest) == 14 and rest[0] == short[6]
+    if schedule is warmup_cosine:
+        assert rest[1:] == whole[7:]
+    else:
+        assert sorted(rest, reverse=True) == rest and 0 < rest[-1] < 2 * whole[-1]
 
 
 def scored(folder, scores, **kwargs):

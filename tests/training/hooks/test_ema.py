@@ -241,7 +241,9 @@ def test_an_average_that_starts_anew_starts_from_the_weights_resumed(tmp_path):
         assert torch.equal(hook.weights()[key], value), key
 
 
-def test_b50_a_checkpoint_at_validation_holds_the_training_weights(tmp_path):
+def test_b50_k04_a_checkpoint_at_validation_holds_the_training_weights(tmp_path):
+    """A resume goes on from them: both sets of weights end as in the unbroken run."""
+
     def hooks(folder):
         return [CheckpointHook(folder, Every(steps=2), keep_last=None), EMAHook(0.9)]
 
