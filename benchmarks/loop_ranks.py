@@ -52,6 +52,12 @@ class Own:
         return iter(range(STEPS))
 
 
+class Stored(list[Any]):
+    """Batches that are ready: reading one draws no random numbers."""
+
+    draws_nothing = True
+
+
 class Deciding(Hook):
     """Looks at the gradients, and could skip the step."""
 
@@ -118,7 +124,7 @@ def loops(manager: SingleProcess, hooks: list[Hook]) -> tuple[Callable[[], None]
     optimizer = torch.optim.SGD(bare_model.parameters(), lr=1e-3)
 
     def loader() -> Any:
-        return DataLoader(batches, batch_size=1, sampler=Own(manager.rank), collate_fn=lambda items: items[0])  # type: ignore[arg-type]
+        return DataLoader(Stored(batches), batch_size=1, sampler=Own(manager.rank), collate_fn=lambda items: items[0])  # type: ignore[arg-type]
 
     def bare() -> None:
         for x, y in loader():

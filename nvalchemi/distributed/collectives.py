@@ -45,9 +45,27 @@ def all_reduce(tensor: Tensor, manager: Manager, op: str = "sum") -> Tensor:
         raise ConfigError("unknown reduction", found=op, needed=", ".join(_OPERATIONS))
     if not manager.distributed:
         return tensor
-    result = tensor.detach().clone().contiguous()
-    dist.all_reduce(result, op=_OPERATIONS[op], group=manager.group())
-    return result
+    return Reduction(tensor, manager, op).result()
+
+
+class Reduction:
+    """An all-reduce on its way while this rank does something else; :meth:`result` waits for it.
+
+    All ranks must begin it at the same place among their collectives. Arguments are those of :func:`all_reduce`.
+    """
+
+    def __init__(self, tensor: Tensor, manager: Manager, op: str = "sum") -> None:
+        self._tensor, self._work = tensor, None
+        if manager.distributed:
+            self._tensor = tensor.detach().clone().contiguous()
+            self._work = dist.all_reduce(self._tensor, op=_OPERATIONS[op], group=manager.group(), async_op=True)
+
+    def result(self) -> Tensor:
+        """The reduced tensor."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
 
 
 def gather(value: Any, manager: Manager) -> list[Any]:
@@ -133,13 +151,20 @@ def agree(numbers: Sequence[float], manager: Manager) -> list[float]:
 
     They go over the CPU where the process group can, so that no accelerator is waited for.
     """
-    if not manager.distributed:
-        return list(numbers)
-    group = manager.group()
-    device = manager.device if manager.cuda and not _talks_on_cpu(group) else torch.device("cpu")
-    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(sums, group=group)
-    return sums.tolist()  # type: ignore[no-any-return]
+    return list(numbers) if not manager.distributed else Agreement(numbers, manager).result()
+
+
+class Agreement:
+    """As :func:`agree`, on its way while this rank does something else; :meth:`result` waits for it."""
+
+    def __init__(self, numbers: Sequence[float], manager: Manager) -> None:
+        apart = manager.distributed and manager.cuda and not _talks_on_cpu(manager.group())
+        table = torch.tensor(numbers, dtype=torch.float64, device=manager.device if apart else torch.device("cpu"))
+        self._reduction = Reduction(table, manager)
+
+    def result(self) -> list[float]:
+        """The sums."""
+        return self._reduction.result().tolist()  # type: ignore[no-any-return]
 
 
 def _talks_on_cpu(group: dist.ProcessGroup | None) -> bool:

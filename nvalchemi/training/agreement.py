@@ -1,7 +1,6 @@
 """What ranks decide together: that each has a batch, that none has failed to read one, that the run is over.
 
-A step asks once, before its forward, and sends the counts of its labels along. In one process nothing is asked and nothing is waited
-for.
+A step asks once and sends the counts of its labels along. In one process nothing is asked and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.distributed import Manager
-from nvalchemi.distributed.collectives import agree, all_reduce, gather
+from nvalchemi.distributed.collectives import Agreement, agree, all_reduce, any_rank, gather
 from nvalchemi.errors import TrainingError
 from nvalchemi.objective import Count
 from nvalchemi.training.filler import filled
@@ -48,36 +47,66 @@ def steps(ctx: TrainContext, size: int) -> Iterator[Step]:
 
 def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
     for group in own:
-        ctx.save_due = ctx.take_save_request()
+        ctx.cursor.at_end = ctx.cursor.read_all
         yield group, None if len(group) == 1 else group_counts(ctx.objective, group)
         if ctx.finished:
             return
+    ctx.cursor.at_end = True
 
 
 def _together(ctx: TrainContext, own: Iterator[list[Any]], size: int) -> Iterator[Step]:
-    cursor, manager = ctx.cursor, ctx.manager
-    while not ctx.complete:
-        group: list[Any] | None = None
-        counts: dict[str, Count] = {}
-        error: Exception | None = None
+    """The next group's question is asked before a group is trained on and answered by the time that it is wanted, where that can be."""
+    cursor = ctx.cursor
+    ahead = cursor.by_position and not any_rank(ctx.hooks.stops_late, ctx.manager)
+    question = _Question(ctx, own)
+    while (step := question.answered(ctx, size)) is not None:
+        following = _Question(ctx, own) if ahead and not (cursor.at_end or ctx.completes_next) else None
+        yield step
+        if cursor.at_end or ctx.complete or ctx.stop_agreed:
+            if following is not None:
+                following.drop()
+            return
+        question = following or _Question(ctx, own)
+
+
+class _Question:
+    """Whether every rank has its next group, with the counts of its labels: asked of all ranks when it is made.
+
+    A step is not kept waiting for the answer where the group could be read ahead. What a rank says of stopping comes with the loss of the step
+    (:func:`nvalchemi.training.totals.tell`); here it comes too, for what was said since.
+    """
+
+    def __init__(self, ctx: TrainContext, own: Iterator[list[Any]]) -> None:
+        self.group: list[Any] | None = None
+        self.counts: dict[str, Count] = {}
+        self.error: Exception | None = None
         stop = ctx.stop_reason is not None  # read once: a signal may change it at any time
         try:
             if not stop:  # who is to stop reads no further
-                group = next(own, None)
-                counts = {} if group is None else group_counts(ctx.objective, group)
-        except Exception as raised:  # noqa: BLE001 - it is raised below, when the others know of it
-            error = raised
-        apart, slots = _in_slots(counts, manager)
-        flags = [group is not None, cursor.at_end, error is not None, stop, apart, ctx.take_save_request()]
-        ready, ended, failed, stopping, any_apart, saving, *sums = agree([*flags, *slots], manager)
-        ctx.save_due = bool(saving)
+                self.group = next(own, None)
+                self.counts = {} if self.group is None else group_counts(ctx.objective, self.group)
+        except Exception as raised:  # noqa: BLE001 - it is raised in `answered`, when the others know of it
+            self.error = raised
+        self.at_end = ctx.cursor.read_all
+        apart, slots = _in_slots(self.counts, ctx.manager)
+        flags = [self.group is not None, self.at_end, self.error is not None, stop, apart]
+        self._answer = Agreement([*flags, *slots], ctx.manager)
+
+    def drop(self) -> None:
+        """Wait for the answer and do nothing: the run is over."""
+        self._answer.result()
+
+    def answered(self, ctx: TrainContext, size: int) -> Step | None:
+        """Give this rank's group and all ranks' counts; ``None`` where the epoch or the run is over."""
+        cursor, manager, group = ctx.cursor, ctx.manager, self.group
+        ready, ended, failed, stopping, any_apart, *sums = self._answer.result()
         if failed:
-            raise_together(error, manager)
+            raise_together(self.error, manager)
         if stopping:
             cursor.at_end = False  # what was read is not trained on
-            return
+            return None
         everybody = int(ready) == manager.world_size
-        if group is not None and not (everybody and cursor.at_end) and (ended or not everybody):
+        if group is not None and not (everybody and self.at_end) and (ended or not everybody):
             logger.warning(
                 "rank %d has batches left in epoch %d and another rank has none: they are left out",
                 manager.rank,
@@ -85,12 +114,10 @@ def _together(ctx: TrainContext, own: Iterator[list[Any]], size: int) -> Iterato
             )
         cursor.at_end = bool(ended) or not everybody
         if group is None or not everybody:
-            return
+            return None
         if ctx.calls_communicate and size > 1:
             group = filled(group, manager)
-        yield group, _sent_apart(counts, manager) if any_apart else dict(zip(counts, sums, strict=False))
-        if cursor.at_end:
-            return
+        return group, _sent_apart(self.counts, manager) if any_apart else dict(zip(self.counts, sums, strict=False))
 
 
 def _in_slots(counts: Mapping[str, Count], manager: Manager) -> tuple[bool, list[float]]:

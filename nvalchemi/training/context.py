@@ -131,6 +131,8 @@ class TrainContext:
         Why this rank wants the current step's update to be skipped, as long as the ranks have not agreed on it.
     stop_reason
         Why the run ends.
+    stop_agreed
+        Whether all ranks know that it does.
     interrupted
         Whether the run ends because its process is wanted away, on all ranks: there is time to save and for nothing else.
     interrupt_asked
@@ -180,6 +182,7 @@ class TrainContext:
     skip_reason: str | None = None
     skip_request: str | None = None
     stop_reason: str | None = None
+    stop_agreed: bool = False
     interrupted: bool = False
     interrupt_asked: bool = False
     save_asked: bool = False
@@ -219,6 +222,11 @@ class TrainContext:
         )
 
     @property
+    def completes_next(self) -> bool:
+        """Whether the next step that is taken is the run's last."""
+        return self.num_steps is not None and self.progress.step + 1 >= self.num_steps
+
+    @property
     def finished(self) -> bool:
         """Whether the run is over: it is complete, or somebody said :meth:`stop`."""
         return self.stop_reason is not None or self.complete
@@ -241,10 +249,19 @@ class TrainContext:
         """The present rate of each optimizer's first parameter group, by the optimizer's name."""
         return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
 
-    def stop(self, reason: str) -> None:
-        """End the run after this step, on all ranks where one says so; the first reason given is kept."""
+    def stop(self, reason: str, *, agreed: bool = False) -> None:
+        """End the run after this step, on all ranks where one says so; the first reason given is kept.
+
+        Parameters
+        ----------
+        reason
+            Why.
+        agreed
+            Every rank says the same, from numbers that are the same on all of them, so they need not ask each other.
+        """
         if self.stop_reason is None:
             self.stop_reason = reason
+        self.stop_agreed = self.stop_agreed or agreed
 
     def interrupt(self, reason: str) -> None:
         """As :meth:`stop`, where time is short: a validation is cut short and made up for by the run that resumes."""
@@ -252,7 +269,7 @@ class TrainContext:
         self.stop(reason)
 
     def save_soon(self) -> None:
-        """Save a checkpoint at the end of the step that begins next, on all ranks where one says so, and go on."""
+        """Save a checkpoint at the end of this step, or of the next where the backward has begun, on all ranks where one says so, and go on."""
         self.save_asked = True
 
     def take_save_request(self) -> bool:
@@ -293,10 +310,10 @@ class TrainContext:
         """The loss of the present micro-batch, which is nothing where that stands there only for other ranks."""
         return loss.emptied() if self.is_filler else loss
 
-    def end_microbatch(self, before: LossOutput | None) -> LossOutput:
-        """Let go of the graph, and add this micro-batch's loss to the step's so far (``before``)."""
+    def loss_after(self, before: LossOutput | None) -> LossOutput:
+        """The step's loss with this micro-batch's, without its graph; ``before`` is what it was so far."""
         assert self.loss is not None
-        loss = self.loss.detached()  # no hook can keep the graph alive
+        loss = self.loss.detached()
         return loss if before is None else before.merged(loss)
 
     def end_epoch(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from nvalchemi.data.datapipes.ahead import draws_nothing
 from nvalchemi.data.datapipes.divisible import Divisible
 from nvalchemi.data.datapipes.rest import division_of, rest_of
 from nvalchemi.errors import ConfigError, TrainingError
@@ -48,6 +49,13 @@ class Cursor:
         Where the batches go.
     seed
         Of the run.
+
+    Attributes
+    ----------
+    at_end
+        Whether the epoch is over with the group that is trained on; kept by whoever trains.
+    read_all
+        Whether it is over with the group that was read last.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, seed: int = 0) -> None:
@@ -56,7 +64,7 @@ class Cursor:
                 "the loader cannot be iterated over", found=repr(loader), fix="give a DataLoader or a list of batches"
             )
         self.loader, self.device, self.seed = loader, device, seed
-        self.at_end = False
+        self.at_end = self.read_all = False
         self._moves = device.type != "cpu"  # loaders hand out host memory
         self._iterator: Iterator[Any] = iter(())
         self._position = 0
@@ -74,6 +82,13 @@ class Cursor:
     def num_batches(self) -> int | None:
         """Batches an epoch, or ``None`` where the loader does not know."""
         return _length(self.loader)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether a batch is the same whenever it is read, so that one may be read before it is wanted."""
+        if isinstance(self._current, Seekable):  # one of ours may be told to make each batch when it is asked for
+            return getattr(self._current, "prefetch_factor", None) != 0
+        return draws_nothing(self._current)
 
     @property
     def division(self) -> Divisible | None:
@@ -107,14 +122,14 @@ class Cursor:
     def seek(self, progress: Progress) -> None:
         """Go to ``progress``: its epoch's order, its division between ranks, its batch."""
         self.close()
-        self.at_end = False
+        self.at_end = self.read_all = False
         self._position = progress.batch
         self._set_epoch(progress.epoch)
         self._current = rest_of(self.loader, progress.divided_at) if progress.divided_at else self.loader
         self._division = division_of(self._current)
         length = _length(self._current)
         if length is not None and (length > 0 or progress.divided_at) and progress.batch >= length:
-            self.at_end = True  # a checkpoint of an epoch's last step: what is left of the epoch is its end
+            self.at_end = self.read_all = True  # a checkpoint of an epoch's last step: what is left of the epoch is its end
         elif isinstance(self._current, Seekable):
             self._iterator = self._current.iter_from(progress.batch)
         elif isinstance(self._current, Sequence):
@@ -131,12 +146,12 @@ class Cursor:
             Where the epoch has no batch at all.
         """
         length = _length(self._current)
-        while not self.at_end:
+        while not self.read_all:
             group = list(islice(self._iterator, size))
             if self._moves:
                 group = [to_device(batch, self.device) for batch in group]
             self._position += len(group)
-            self.at_end = len(group) < size or (length is not None and self._position >= length)
+            self.read_all = len(group) < size or (length is not None and self._position >= length)
             if group:
                 yield group
             elif self._position == 0:

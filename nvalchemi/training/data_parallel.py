@@ -43,6 +43,7 @@ class DataParallelHook(Hook):
 
     order = Order.WRAP
     claims = frozenset({"data_parallel"})
+    agreed = True
 
     def __init__(
         self,

@@ -20,6 +20,8 @@ class DivisionReport(Hook):
     More than a tenth of them is a warning.
     """
 
+    agreed = True
+
     def __init__(self) -> None:
         self._said = False
 

@@ -110,8 +110,9 @@ class Hook:
     scope
         Whether :meth:`state_dict` is the same on all ranks.
     agreed
-        Whether this hook skips steps, if any, from numbers that are the same on all ranks, on all of them. Otherwise, if it listens at
-        GRADIENTS_READY, ranks ask each other before each update whether one of them skips it.
+        Whether this hook skips steps and stops the run, if it does, from numbers that are the same on all ranks, on all of them; most never do
+        either. Of one that does not say so, ranks ask each other after each of its stages past the backward: before the update, if it
+        listens at GRADIENTS_READY, whether one of them skips it, and before the next step whether one of them is to stop.
     needs_gradients
         Whether this hook reads or changes gradients, which not every owner of the update gives.
     checkpoint_dir
@@ -188,6 +189,10 @@ class Hook:
         """Each span with the bound generator method around it."""
         for span, name in self._span_methods:
             yield span, getattr(self, name)
+
+    def places(self) -> set[TrainingStage | TrainingSpan]:
+        """The stages and spans that it listens to."""
+        return {stage for stage, _ in self.stage_listeners()} | {span for span, _ in self.span_listeners()}
 
 
 class FunctionHook(Hook):

@@ -55,4 +55,5 @@ class Interruption:
 
     def _adopt(self, count: float) -> bool:
         self._ctx.interrupted = self._ctx.interrupted or bool(count)
+        self._ctx.stop_agreed = self._ctx.stop_agreed or bool(count)
         return bool(count)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.collectives import any_rank
+from nvalchemi.errors import TrainingError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
 from nvalchemi.training.totals import adopt_skip
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class LateSkips(Hook):
-    """Part of every run on many processes. What was asked for before GRADIENTS_READY went with the loss and costs nothing.
+    """Part of every run on many processes. What was asked for up to LOSS_READY went with the loss and costs nothing.
 
-    Ranks ask each other once more only where some hook listens at GRADIENTS_READY and does not say that it decides from numbers that are
-    the same on all of them (:attr:`Hook.agreed`).
+    Ranks ask each other once more only where some hook listens at GRADIENTS_READY, or around MICROBATCH, and does not say that it decides
+    from numbers that are the same on all of them (:attr:`Hook.agreed`).
     """
 
     order = Order.SAVE  # after every hook that may skip the step; and the strategy puts it behind the user's own
@@ -33,12 +34,18 @@ class LateSkips(Hook):
     @on(TrainingStage.TRAINING_START)
     def look(self, ctx: TrainContext) -> None:
         """Which hooks there are may differ between ranks."""
-        deciding = [hook for hook in ctx.hooks if not hook.agreed]
-        stages = [stage for hook in deciding for stage, _ in hook.stage_listeners()]
-        self._needed = any_rank(TrainingStage.GRADIENTS_READY in stages, ctx.manager)
+        self._needed = any_rank(ctx.hooks.skips_late, ctx.manager)
 
     @on(TrainingStage.GRADIENTS_READY)
     def ask(self, ctx: TrainContext) -> None:
         """Whether a rank has asked for it since the loss was told."""
-        if self._needed and ctx.skip_reason is None and any_rank(ctx.skip_request is not None, ctx.manager):
+        if ctx.skip_reason is not None:
+            return
+        if not self._needed and ctx.skip_request is not None:
+            raise TrainingError(
+                "one rank asked to skip the step when the ranks had told each other already",
+                found=ctx.skip_request,
+                needed="ctx.skip_step(...) at LOSS_READY or earlier; or in a hook that listens at GRADIENTS_READY",
+            )
+        if self._needed and any_rank(ctx.skip_request is not None, ctx.manager):
             adopt_skip(ctx)

@@ -56,6 +56,20 @@ class TrainingSpan(Enum):
     __hash__ = object.__hash__
 
 
+AFTER_LOSS = frozenset(
+    {
+        TrainingStage.GRADIENTS_READY,
+        TrainingStage.OPTIMIZER_STEPPED,
+        TrainingStage.OPTIMIZER_SKIPPED,
+        TrainingStage.STEP_END,
+        TrainingStage.VALIDATED,
+        TrainingSpan.MICROBATCH,
+        TrainingSpan.VALIDATION,
+    }
+)
+"""What runs within a step after the ranks have begun to tell each other its loss."""
+
+
 class Order(IntEnum):
     """The band in which a hook runs; within a band, the order of the user's list.
 

@@ -23,7 +23,7 @@ from nvalchemi.training.skips import LateSkips
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
 from nvalchemi.training.streams import OwnStreams
 from nvalchemi.training.table import HookTable
-from nvalchemi.training.totals import step_loss
+from nvalchemi.training.totals import tell
 from nvalchemi.training.update import Update
 from nvalchemi.training.validation import ValidationConfig, validation_hooks
 from nvalchemi.training.visited import ZeroWhereVisited
@@ -139,7 +139,7 @@ class TrainingStrategy:
         ctx.begin_step(group, counts)
         hooks.fire(TrainingStage.STEP_START, ctx)
         update.zero_grad()
-        done = None
+        done = hear = None
         for batch, last in mark_last(group):
             ctx.begin_microbatch(batch, last)
             with hooks.around(TrainingSpan.MICROBATCH, ctx):
@@ -147,10 +147,12 @@ class TrainingStrategy:
                     loss = ctx.objective(ctx.callee, ctx.batch, generator=ctx.generator, step=ctx.progress.step)
                     ctx.loss = ctx.counted(loss)
                 hooks.fire(TrainingStage.LOSS_READY, ctx)
+                done = ctx.loss_after(done)
+                hear = tell(done, ctx) if last else None  # ranks hear of it during the backward
                 update.backward(ctx.loss.over(ctx.counts, ctx.manager.world_size), last)
-            ctx.loss = done = ctx.end_microbatch(done)
-        assert done is not None  # a group holds at least one micro-batch
-        ctx.loss = step_loss(done, ctx)
+            ctx.loss = done  # no hook can keep the graph alive
+        assert hear is not None  # a group holds at least one micro-batch
+        ctx.loss = hear()
         if not update.unscale():
             ctx.skip_step("the gradients overflowed at the present loss scale", agreed=True)
         hooks.fire(TrainingStage.GRADIENTS_READY, ctx)

@@ -65,6 +65,7 @@ class OwnStreams(Hook):
     """
 
     order = Order.SAVE
+    agreed = True
 
     def is_active(self, manager: Manager) -> bool:
         return manager.distributed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nvalchemi.data.address import Where
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import FunctionHook, Hook
-from nvalchemi.training.stages import TrainingSpan, TrainingStage
+from nvalchemi.training.stages import AFTER_LOSS, TrainingSpan, TrainingStage
 
 if TYPE_CHECKING:
     from nvalchemi.distributed import Manager
@@ -57,6 +57,17 @@ class HookTable:
     def checkpoint_dir(self) -> Where | None:
         """Where the run's checkpoints are written, or ``None`` where no hook writes any."""
         return next((h.checkpoint_dir for h in self.hooks if h.checkpoint_dir is not None), None)
+
+    @property
+    def stops_late(self) -> bool:
+        """Whether some hook may say, by itself on this rank, that the run is to end, when the loss of the step is told already."""
+        return any(not hook.agreed and AFTER_LOSS & hook.places() for hook in self.hooks)
+
+    @property
+    def skips_late(self) -> bool:
+        """Whether some hook may say so of the step's update."""
+        late = {TrainingSpan.MICROBATCH, TrainingStage.GRADIENTS_READY}
+        return any(not hook.agreed and late & hook.places() for hook in self.hooks)
 
     def fire(self, stage: TrainingStage, ctx: TrainContext) -> None:
         """Run every listener of ``stage``; an error gets a note (hook, stage, step) and passes through unchanged."""

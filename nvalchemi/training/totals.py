@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvalchemi.distributed.collectives import agree, all_reduce, gather
+from nvalchemi.distributed.collectives import Agreement, Reduction, gather
 from nvalchemi.objective import Count, LossOutput, LossPart, Objective
 
 if TYPE_CHECKING:
@@ -22,25 +23,35 @@ def group_counts(objective: Objective, group: list[Any]) -> dict[str, Count]:
     return totals
 
 
-def step_loss(loss: LossOutput, ctx: TrainContext) -> LossOutput:
-    """The loss of a step on all ranks from this rank's (detached), the same on every rank; a skip that one asked for holds after it."""
+def tell(loss: LossOutput, ctx: TrainContext) -> Callable[[], LossOutput]:
+    """Begin to add up a step's loss (detached) over the ranks; what it gives waits for the sum, which is the same on every rank.
+
+    What one rank asks for goes along: to skip this step's update, to end the run, to save. From then on it holds on all of them.
+    """
     manager, counts = ctx.manager, ctx.counts
+    save = ctx.take_save_request()
     if not manager.distributed or counts is None:
-        return loss
+        ctx.save_due = save
+        return lambda: loss
     rows = torch.stack([part.sum.double() for part in loss.parts.values()])
-    numbers = [float(loss.samples), float(ctx.skip_request is not None)]
+    numbers = [float(loss.samples), float(ctx.skip_request is not None), float(ctx.stop_reason is not None), float(save)]
+    told: Reduction | Agreement
     if manager.cuda:  # these numbers are wanted on the host, and the sums are not waited for
-        samples, skips = agree(numbers, manager)
-        sums = all_reduce(rows, manager)
+        told, sums = Agreement(numbers, manager), Reduction(rows, manager)
     else:
-        sums = all_reduce(torch.cat([rows, torch.tensor(numbers, dtype=torch.float64)]), manager)
-        samples, skips = sums[-2:].tolist()
-    if skips:
-        adopt_skip(ctx)
-    parts = {
-        name: LossPart(total, counts[name], part.weight) for (name, part), total in zip(loss.parts.items(), sums, strict=False)
-    }
-    return LossOutput.from_parts(parts, int(samples), loss.extra)
+        told = sums = Reduction(torch.cat([rows, torch.tensor(numbers, dtype=torch.float64)]), manager)
+
+    def hear() -> LossOutput:
+        table = sums.result()
+        samples, skips, stops, saves = table[len(rows) :].tolist() if told is sums else told.result()
+        if skips:
+            adopt_skip(ctx)
+        ctx.save_due, ctx.stop_agreed = bool(saves), ctx.stop_agreed or bool(stops)
+        totals = dict(zip(loss.parts, table, strict=False))
+        parts = {name: LossPart(totals[name], counts[name], part.weight) for name, part in loss.parts.items()}
+        return LossOutput.from_parts(parts, int(samples), loss.extra)
+
+    return hear
 
 
 def adopt_skip(ctx: TrainContext) -> None:

@@ -70,6 +70,7 @@ class Validator(PeriodicHook):
 
     order = Order.TRANSFORM  # before whatever reports, stops or saves by the result
     name = "validation"
+    agreed = True
 
     def __init__(self, config: ValidationConfig) -> None:
         super().__init__(config.every)

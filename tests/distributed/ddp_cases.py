@@ -41,14 +41,21 @@ class Aware:
         return iter(range(self.length))
 
 
+class Stored(list[Any]):
+    draws_nothing = True
+
+
 def own(batches: Any, manager: Any) -> DataLoader[Any]:
     """A loader of a rank's own batches, which is therefore divided already."""
     sampler = Aware(len(batches), manager.rank, manager.world_size)
-    return DataLoader(batches, batch_size=1, sampler=sampler, collate_fn=lambda items: items[0])  # type: ignore[arg-type]
+    batches = Stored(batches) if type(batches) is list else batches
+    return DataLoader(batches, batch_size=1, sampler=sampler, collate_fn=lambda items: items[0])
 
 
 class Keep(Hook):
     """Every step's gradients, loss and counters."""
+
+    agreed = True
 
     def __init__(self) -> None:
         self.gradients: list[list[torch.Tensor]] = []

@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_ends_all(ranks):
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-@pytest.mark.parametrize("stage", ["LOSS_READY", "GRADIENTS_READY"])
+@pytest.mark.parametrize("stage", ["LOSS_READY", "MICROBATCH", "GRADIENTS_READY"])
 def test_a_skip_on_one_rank_is_everybodys(ranks, stage, spoilt):
     first, second = ranks.call(f"{CASES}:skipped", stage, spoilt)
     assert first["error"] is None and second["error"] is None
@@ -51,13 +51,40 @@ def test_a_skip_on_one_rank_is_everybodys(ranks, stage, spoilt):
     assert same(first, second)
 
 
+def test_a_skip_that_nobody_else_hears_of_is_an_error(ranks):
+    first, second = ranks.call(f"{CASES}:skipped_alone", breaks=True)
+    assert second["error"].startswith("TrainingError: one rank asked to skip the step when the ranks had told each other already")
+    assert "rank 1: TrainingError: one rank asked" in first["error"]
+
+
+@pytest.mark.parametrize(
+    ("how", "read"),
+    [
+        ("free", [2, 3, 4, 5, 6, 6]),
+        ("loss", [2, 3, 4]),
+        ("agreed", [2, 3, 4]),
+        ("late", [1, 2, 3]),  # it may stop at the end of a step, so that nothing is asked before
+        ("drawing", [1, 2, 3, 4, 5, 6]),  # its batches may draw on the streams of the training
+    ],
+)
+def test_a_batch_is_read_and_asked_for_ahead_where_that_changes_nothing(ranks, how, read):
+    """The answer comes during the step before; all ranks end with the step in which one says so."""
+    first, second = ranks.call(f"{CASES}:read_ahead", how)
+    assert first["error"] is None and second["error"] is None
+    assert first["read"] == second["read"] == read
+    assert first["steps"] == second["steps"] == len(read)
+    assert (first["stop"] is None) == (len(read) == 6) and first["stop"] == second["stop"]
+    assert same(first, second)
+
+
 @pytest.mark.parametrize(
     ("hooks", "count"), [((), 2), (("spike", "clip", "signals"), 2), (("undeclared",), 3)], ids=["none", "ours", "undeclared"]
 )
 def test_a_step_asks_as_seldom_as_can_be(ranks, hooks, count):
-    """Before the forward: whether to go on, with the counts. After the backward: the loss, with skips. No third time without need."""
+    """Whether to go on, with the counts; the loss, with skips and stops. No third time without need, and nobody waits for either."""
     for per_step in ranks.call(f"{CASES}:collectives", *hooks):
-        assert per_step[1:] == [count] * 3
+        assert per_step[1:3] == [count] * 2
+        assert per_step[3] == count - ("undeclared" not in hooks)  # the last step's question came with the one before
 
 
 @pytest.mark.parametrize(("case", "steps"), [("stopped", 3), ("signalled", 3), ("early", 3)])

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from nvalchemi.distributed import failures
-from nvalchemi.training import Hook, OptimizerConfig, TrainingStage, TrainingStrategy, ValidationConfig, on
+from nvalchemi.training import Hook, OptimizerConfig, TrainingSpan, TrainingStage, TrainingStrategy, ValidationConfig, around, on
 from nvalchemi.training.hooks import DDPHook, EarlyStopHook, GradientClipHook, MetricsHook, SpikeHook, StopOnSignalHook
-from tests.distributed.ddp_cases import own
+from tests.distributed.ddp_cases import Aware, Stored, own
 
 
 def line() -> nn.Module:
@@ -34,6 +35,8 @@ def squared(prediction, batch):
 
 
 class Record(Hook):
+    agreed = True
+
     def __init__(self) -> None:
         self.steps, self.skips, self.losses = 0, [], []
 
@@ -63,7 +66,7 @@ def run(manager, data, *hooks, model=None, **settings):
     )
     error, ctx = None, None
     try:
-        ctx = strategy.run(own(data, manager))
+        ctx = strategy.run(data if isinstance(data, DataLoader) else own(data, manager))
     except Exception as raised:  # noqa: BLE001 - compared by the test
         error = f"{type(raised).__name__}: {raised}"
     return {
@@ -116,6 +119,13 @@ class SkipOnOne(Hook):
         if self.stage is TrainingStage.GRADIENTS_READY:
             self.decide(ctx)
 
+    @around(TrainingSpan.MICROBATCH)
+    def later(self, ctx):
+        """When the backward is over, and the loss told."""
+        yield
+        if self.stage is TrainingSpan.MICROBATCH:
+            self.decide(ctx)
+
     def __init__(self, stage) -> None:
         self.stage = stage
 
@@ -130,7 +140,16 @@ def skipped(manager, stage, spoilt):
     data = batches(6, manager.rank)
     if spoilt and manager.rank == 1:
         data[2][0, 2] = float("nan")
-    return run(manager, data, SkipOnOne(TrainingStage[stage]))
+    return run(manager, data, SkipOnOne(TrainingSpan.MICROBATCH if stage == "MICROBATCH" else TrainingStage[stage]))
+
+
+class SaysAgreed(SkipOnOne):
+    agreed = True
+
+
+def skipped_alone(manager):
+    """A hook that says that it decides as all others do, and does not."""
+    return run(manager, batches(6, manager.rank), SaysAgreed(TrainingSpan.MICROBATCH))
 
 
 class Count(Hook):
@@ -180,6 +199,60 @@ def stopped(manager):
     return run(manager, batches(6, manager.rank), StopOnOne(), num_epochs=5)
 
 
+class StopAtLoss(Hook):
+    """Stops at LOSS_READY, which is told with the loss."""
+
+    @on(TrainingStage.LOSS_READY)
+    def look(self, ctx) -> None:
+        if ctx.manager.rank == 1 and ctx.progress.step == 2:
+            ctx.stop("rank 1 has seen enough")
+
+
+class StopAgreed(Hook):
+    agreed = True
+
+    @on(TrainingStage.STEP_END)
+    def end(self, ctx) -> None:
+        if ctx.progress.step == 3:
+            ctx.stop("all have seen enough", agreed=True)
+
+
+class Counting(Aware):
+    """Keeps how many batches were asked for."""
+
+    read = 0
+
+    def __iter__(self):
+        for index in range(self.length):
+            self.read += 1
+            yield index
+
+
+class Reads(Hook):
+    """How many batches had been read when each step began."""
+
+    agreed = True
+
+    def __init__(self, sampler) -> None:
+        self.sampler, self.at_start = sampler, []
+
+    @on(TrainingStage.STEP_START)
+    def begin(self, ctx) -> None:
+        self.at_start.append(self.sampler.read)
+
+
+def read_ahead(manager, how):
+    """What was read when each step of an epoch began, and how the run ended."""
+    data = batches(6, manager.rank)
+    sampler = Counting(6, manager.rank, manager.world_size)
+    loader = DataLoader(
+        data if how == "drawing" else Stored(data), batch_size=1, sampler=sampler, collate_fn=lambda items: items[0]
+    )
+    reads = Reads(sampler)
+    hooks = {"loss": [StopAtLoss()], "agreed": [StopAgreed()], "late": [StopOnOne()]}.get(how, [])
+    return run(manager, loader, reads, *hooks) | {"read": reads.at_start}
+
+
 class SignalOnOne(Hook):
     @on(TrainingStage.STEP_START)
     def start(self, ctx) -> None:
@@ -200,7 +273,7 @@ def early(manager):
     )
 
 
-class Unreadable(list):
+class Unreadable(Stored):
     """Batches of which the fourth cannot be read."""
 
     def __getitem__(self, number):

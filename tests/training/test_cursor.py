@@ -28,7 +28,7 @@ def torch_loader(**kwargs):
 def test_groups_and_the_short_last_one():
     cursor = Cursor([1, 2, 3, 4, 5], CPU)
     assert epoch_of(cursor, Progress(), 2) == [[1, 2], [3, 4], [5]]
-    assert cursor.at_end
+    assert cursor.read_all
 
 
 def test_the_end_is_known_with_the_last_group():
@@ -36,9 +36,9 @@ def test_the_end_is_known_with_the_last_group():
     cursor.seek(Progress())
     groups = cursor.groups(1)
     next(groups)
-    assert not cursor.at_end
+    assert not cursor.read_all
     next(groups)
-    assert cursor.at_end
+    assert cursor.read_all
 
 
 @pytest.mark.parametrize("own_generator", [False, True])

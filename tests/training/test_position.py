@@ -113,6 +113,7 @@ class Run:
         self.steps[self.ctx[0].progress.epoch] += 1
         for ctx in self.ctx:
             (batch,) = next(ctx.groups)
+            ctx.cursor.at_end = ctx.cursor.read_all
             self.seen.setdefault(ctx.progress.epoch, []).extend(indices(batch))
             ctx.progress.advance(1, 0, True, ctx.cursor.samples_used(ctx.progress.batch + 1))
 

@@ -53,6 +53,7 @@ class ActivationCheckpointHook(Hook):
     """
 
     order = Order.COMPUTE  # after what wraps and shards
+    agreed = True
 
     def __init__(self, wrap: Wrap = None, *, model_keys: Sequence[str] | None = None) -> None:
         self.wrap = wrap

@@ -46,8 +46,8 @@ class CheckpointHook(PeriodicHook):
         Training waits only until the state is copied to host memory, which a thread then writes. The copy takes as much memory as the
         state, and is kept for the next one. The run waits for a save before it begins the next, and before it ends.
     save_on_signal
-        Such as ``signal.SIGUSR2``: a process that gets it saves at the end of the step that begins next, on all ranks where one gets it, and
-        goes on. Only in the main thread, which is the only one that Python tells of signals.
+        Such as ``signal.SIGUSR2``: a process that gets it saves at the end of the step, or of the next one where the backward has begun, on all ranks where
+        one gets it, and goes on. Only in the main thread, which is the only one that Python tells of signals.
 
     Raises
     ------
@@ -59,6 +59,7 @@ class CheckpointHook(PeriodicHook):
     """
 
     order = Order.SAVE
+    agreed = True
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class CompileHook(Hook):
     """
 
     order = Order.COMPUTE
+    agreed = True
 
     def __init__(self, model_keys: Sequence[str] | None = None, *, strict: bool = False, **options: Any) -> None:
         check_model_keys(model_keys)

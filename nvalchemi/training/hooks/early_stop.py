@@ -37,6 +37,7 @@ class EarlyStopHook(Hook):
     """
 
     order = Order.OBSERVE
+    agreed = True
 
     def __init__(
         self, metric: str = "loss", patience: int = 10, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
@@ -93,7 +94,7 @@ class EarlyStopHook(Hook):
 
     def _stop(self, ctx: TrainContext) -> None:
         best = "no finite value yet" if self.best is None else f"the best was {self.best:.6g} at step {self.best_step}"
-        ctx.stop(f"{self.metric} did not get better in {self.bad} validations; {best}")
+        ctx.stop(f"{self.metric} did not get better in {self.bad} validations; {best}", agreed=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "bad": self.bad}

@@ -54,6 +54,7 @@ class EMAHook(Hook):
     """
 
     order = Order.OBSERVE
+    agreed = True
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ class MetricsHook(PeriodicHook):
     """
 
     order = Order.OBSERVE
+    agreed = True
     scope = Scope.RANK_LOCAL  # each rank has its own part of the window
 
     def __init__(self, directory: str | os.PathLike[str], every: Every | None = None) -> None:

@@ -56,6 +56,7 @@ class MixedPrecisionHook(Hook):
     """
 
     order = Order.COMPUTE
+    agreed = True
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class ProgressHook(Hook):
     """
 
     order = Order.OBSERVE
+    agreed = True
 
     def __init__(self, *, refresh: float = 0.25, interval: float = 10.0, stream: IO[str] | None = None) -> None:
         if not (refresh >= 0 and interval >= 0):

@@ -40,6 +40,7 @@ class TimeBudgetHook(Hook):
 
     order = Order.TRANSFORM
     claims = frozenset({"end"})
+    agreed = True
 
     def __init__(self, seconds: float, shape: Shape | None = None) -> None:
         if not seconds > 0:
@@ -100,7 +101,7 @@ class TimeBudgetHook(Hook):
 
     @on(TrainingStage.STEP_END)
     def look_at_the_clock(self, ctx: TrainContext) -> None:
-        """Whether that was the last step."""
+        """Whether that was the last step; the first rank tells the others with the next one's loss, which is the last then."""
         self._stop_if_over(ctx, self.elapsed)
 
     def _stop_if_over(self, ctx: TrainContext, elapsed: float) -> None:

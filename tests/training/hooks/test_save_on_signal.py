@@ -25,16 +25,16 @@ def run(folder, at, *, every=100, **settings):
     return ctx, [c.step for c in layout.list_checkpoints(folder)]
 
 
-def test_the_next_step_is_saved_and_the_run_goes_on(tmp_path):
+def test_the_present_step_is_saved_and_the_run_goes_on(tmp_path):
     before = signal.getsignal(SIGNAL)
     ctx, steps = run(tmp_path, (1, 4))
     assert ctx.progress.step == 7 and not ctx.interrupted
-    assert steps == [3, 6, 7]
+    assert steps == [2, 5, 7]
     assert signal.getsignal(SIGNAL) == before
 
 
 def test_what_is_saved_anyway_is_saved_once(tmp_path):
-    assert run(tmp_path, (1,), every=3)[1] == [3, 6, 7]
+    assert run(tmp_path, (2,), every=3)[1] == [3, 6, 7]
 
 
 def test_in_the_last_step_nothing_more_is_saved(tmp_path):
