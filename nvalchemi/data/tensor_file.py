@@ -37,7 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 
 
@@ -63,12 +63,12 @@ def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, s
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape, _ in ordered:
-        if dtype not in _CODES:
+        if dtype not in CODES:
             raise CheckpointError(
-                f"'{name}' has a dtype that the file cannot hold", found=dtype, needed=", ".join(map(str, _CODES))
+                f"'{name}' has a dtype that the file cannot hold", found=dtype, needed=", ".join(map(str, CODES))
             )
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 0

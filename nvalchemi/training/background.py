@@ -24,14 +24,12 @@ from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.alive import alive
 from nvalchemi.training.draft import Draft, refusals_of_the_disk
 from nvalchemi.training.saving import NewFiles
+from nvalchemi.training.shards import PLAIN
 
 logger = logging.getLogger("nvalchemi")
 
 _PATIENCE = 600.0  # seconds for a folder to show what another rank has written there
 _GRACE = 5.0  # the same, where the run has failed and ranks may be gone
-
-
-HOLDERS = (Tensor, Mapping, list, tuple)
 
 
 class HostCopies:
@@ -47,7 +45,7 @@ class HostCopies:
         copy = self._kept.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copy.copy_(tensor.detach(), non_blocking=True)
+        copy.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
         if tensor.is_cuda:
             self._devices.add(tensor.device)
         self._used[name] = copy
@@ -59,7 +57,7 @@ class HostCopies:
             return self.take(name, state)
         if isinstance(state, Mapping):
             return {key: self.take_all(value, f"{name}/{key}") for key, value in state.items()}
-        if isinstance(state, (list, tuple)) and any(isinstance(value, HOLDERS) for value in state):  # not words of a generator
+        if isinstance(state, (list, tuple)) and not PLAIN.issuperset(map(type, state)):  # no words of a generator
             return type(state)(self.take_all(value, f"{name}/{i}") for i, value in enumerate(state))
         return state
 

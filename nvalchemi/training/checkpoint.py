@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from nvalchemi.training.optimizer_state import load_named_state, named_state
 from nvalchemi.training.plans import Plans
 from nvalchemi.training.reading import find, read_own, read_shared, world_size
 from nvalchemi.training.saving import files_of, write
-from nvalchemi.training.shards import on_device, placed
+from nvalchemi.training.shards import name_of, on_device, placed
 from nvalchemi.training.streams import begin_streams, load_streams, streams
 
 logger = logging.getLogger("nvalchemi")
@@ -76,7 +75,7 @@ def save_behind(
     """
     files = files_of(*gather(ctx), ctx.manager, plans, copies)
     weights = {
-        json.dumps(["models", name, plain_name(ctx.models[name], key)])
+        name_of(("models", name, plain_name(ctx.models[name], key)))
         for name in ctx.trained
         for key, parameter in ctx.models[name].named_parameters()
         if parameter.requires_grad

@@ -82,8 +82,10 @@ def same_memory(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         here = local(tensor)
         if here.numel():
             other, there = first.setdefault((here.data_ptr(), here.shape), (key, here))
+            if other is key:  # the first of its memory
+                continue
             alike = there.dtype == here.dtype and there.stride() == here.stride() and there.device == here.device
-            if other is not key and alike and tensors[other].shape == tensor.shape:
+            if alike and tensors[other].shape == tensor.shape:
                 same[key] = other
     return same
 

@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data.address import Where
-from nvalchemi.data.tensor_file import write_tensors
+from nvalchemi.data.tensor_file import Entry, write_tensors
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout
 from nvalchemi.training.agreement import first_rank, together
 from nvalchemi.training.alive import alive
 from nvalchemi.training.draft import Draft, refusals_of_the_disk
-from nvalchemi.training.shards import divide, needs_division, tensors_of
+from nvalchemi.training.shards import PLAIN, divide, needs_division, tensors_of
 from nvalchemi.training.storage import Writer
 
 if TYPE_CHECKING:
     from nvalchemi.training.background import HostCopies
     from nvalchemi.training.plans import Plans
-
-PLAIN = {type(None), bool, int, float, str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def files_of(
     division = divide(shared, manager, layout.shard_file, plans)
     entries = division.entries
     if copies is not None:
-        entries = [entry._replace(get=partial(_same, copies.take(entry.name, entry.get()))) for entry in entries]
+        entries = [Entry(*entry[:3], partial(_same, copies.take(entry.name, entry.get()))) for entry in entries]
         copies.finish()
     if entries:
         files[layout.shard_file(manager.rank)] = partial(write_tensors, entries=entries)

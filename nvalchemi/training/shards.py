@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nvalchemi.data.tensor_file import DTYPES, Entry, TensorFile
+from nvalchemi.data.tensor_file import CODES, DTYPES, Entry, TensorFile
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.parts import Part, part_here, sharded_like
 from nvalchemi.distributed.tensors import is_sharded_tensor, local
@@ -23,6 +24,10 @@ from nvalchemi.errors import CheckpointError
 from nvalchemi.training.plans import Plans
 
 Way = tuple[str | int, ...]
+
+PLAIN = {type(None), bool, int, float, str}
+HOLDERS = (Tensor, dict, list, tuple, Mapping)
+"""What may hold a tensor, or is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,14 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str], plans: P
     CheckpointError
         Where the ranks' parts do not make up a tensor.
     """
-    tensors = {json.dumps(path): tensor for path, tensor in tensors_of(state)}
+    tensors = {name_of(path): tensor for path, tensor in tensors_of(state)}
     plan = (plans or Plans()).of(tensors, manager, file_of)
     entries = []
     for key, name in plan.own:
-        here = local(tensors[key]).detach()
+        here = local(tensors[key])
+        here = here.detach() if here.requires_grad else here
         entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
-    kinds = {key: (_code(tensor.dtype), tensor.shape) for key, tensor in tensors.items()}
+    kinds = {key: (_code(tensor), tensor.shape) for key, tensor in tensors.items()}
 
     def index() -> list[dict[str, Any]]:
         return [
@@ -194,16 +200,25 @@ def block(saved: Tensor | SavedTensor, part: Part) -> Tensor:
     return saved[tuple(slice(start, start + size) for start, size in zip(*part, strict=True))].clone()
 
 
-def tensors_of(state: Any, path: Way = ()) -> Iterator[tuple[Way, Tensor]]:
+def tensors_of(state: Any, path: Way = ()) -> list[tuple[Way, Tensor]]:
     """Each tensor of a state with its path."""
+    found: list[tuple[Way, Tensor]] = []
+    _collect(state, path, found)
+    return found
+
+
+def _collect(state: Any, path: Way, found: list[tuple[Way, Tensor]]) -> None:
+    # Training waits for this: no call for what holds nothing, and no look at the many words of a generator one by one.
     if isinstance(state, Tensor):
-        yield path, state
-    elif isinstance(state, Mapping):
+        found.append((path, state))
+    elif isinstance(state, dict) or isinstance(state, Mapping):  # noqa: SIM101 - the first is quicker to find out
         for key, value in state.items():
-            yield from tensors_of(value, (*path, key))
-    elif isinstance(state, (list, tuple)):
+            if isinstance(value, HOLDERS):
+                _collect(value, (*path, key), found)
+    elif isinstance(state, (list, tuple)) and not PLAIN.issuperset(map(type, state)):
         for i, value in enumerate(state):
-            yield from tensors_of(value, (*path, i))
+            if isinstance(value, HOLDERS):
+                _collect(value, (*path, i), found)
 
 
 def on_device(state: Any, device: torch.device) -> Any:
@@ -230,8 +245,16 @@ def without_tensors(state: Any) -> Any:
     return state
 
 
-def _code(wanted: torch.dtype) -> str:
-    for code, dtype in DTYPES.items():
-        if dtype == wanted:
-            return code
-    raise CheckpointError("a tensor of the state has a dtype that no file can hold", found=wanted, needed=", ".join(DTYPES))
+@lru_cache(1 << 16)
+def name_of(path: Way) -> str:
+    """The name of a tensor in the files: its path in the state."""
+    return json.dumps(path)
+
+
+def _code(tensor: Tensor) -> str:
+    code = CODES.get(tensor.dtype)
+    if code is None:
+        raise CheckpointError(
+            "a tensor of the state has a dtype that no file can hold", found=tensor.dtype, needed=", ".join(DTYPES)
+        )
+    return code
