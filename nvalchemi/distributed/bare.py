@@ -36,6 +36,13 @@ def own_class(module: nn.Module) -> Any:
     return next(cls for cls in type(module).__mro__ if _DETOUR not in cls.__dict__)
 
 
+def class_name(module: nn.Module) -> str:
+    """Name of the class that its author gave ``module``: sharding makes another of it."""
+    cls = own_class(module)
+    sharded = any(base.__name__ == "FSDPModule" for base in cls.__bases__)
+    return str((cls.__bases__[-1] if sharded else cls).__name__)
+
+
 def detour(cls: type, call: Callable[..., Any], *more: type) -> type:
     """A class like ``cls`` with another ``__call__``."""
     members: dict[str, Any] = {"__call__": call, _DETOUR: True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,18 @@ def follow_gradients(net: nn.Module) -> None:
     if not isinstance(net, _Follows) and _CALL not in net.__dict__ and is_sharded(net):
         cls: Any = type(net)
         net.__class__ = _following(cls)
+
+
+def following(net: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+    """`follow_gradients` of a network, and of its parts inside: for a call around it that takes ``inputs`` and may use parts alone."""
+    follow_gradients(net)
+    if isinstance(net, _Follows) and _CALL not in net.__dict__ and _may_be_differentiated(inputs):
+        return gathered(net)
+    return nullcontext()
+
+
+def _may_be_differentiated(inputs: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs))
 
 
 def reshard(net: nn.Module) -> None:
@@ -322,7 +334,7 @@ def _redirected(cls: Any) -> type:
 @cache
 def _following(cls: Any) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))):
+        if _may_be_differentiated((args, kwargs)):
             with gathered(self):
                 return self(*args, **kwargs)
         result = cls.__call__(self, *args, **kwargs)

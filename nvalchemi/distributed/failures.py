@@ -46,7 +46,8 @@ def tell(error: BaseException, run: int, manager: Manager) -> None:
     Raises
     ------
     TrainingError
-        Where ``error`` is but a broken connection: naming the rank that broke it and its error, or the ranks that say nothing any more.
+        Where ``error`` is but a broken connection: naming the rank that broke it and its error, or the ranks that say nothing any more;
+        and where all ranks ran out of time.
     """
     if not manager.distributed:
         return
@@ -69,6 +70,12 @@ def tell(error: BaseException, run: int, manager: Manager) -> None:
             "another rank is lost",
             found=f"no word from rank {', '.join(map(str, silent))}: its process is gone, or hangs",
             fix='start again with resume_from="latest"; torchrun --max-restarts does so by itself',
+        ) from error
+    if broken and "Timed out" in str(error):
+        raise TrainingError(
+            "the ranks waited in vain for each other, each in a collective that the others did not enter",
+            needed="as many calls of the models on each rank, in the same order, where they are sharded or replicated",
+            fix="look for calls that depend on a rank's data, in training_fn, loss or hooks; unsharded(model) is for those",
         ) from error
 
 

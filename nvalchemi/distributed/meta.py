@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.distributed.bare import class_name
 from nvalchemi.distributed.tensors import is_sharded_tensor, local
 from nvalchemi.errors import ConfigError
 
@@ -55,7 +56,7 @@ def materialise(
     """
     owners = [(name, module) for name, module in model.named_modules() if any(t.is_meta for t in _own(module).values())]
     if initialise is None:
-        without = [f"{name or 'the model'} ({type(m).__name__})" for name, m in owners if not _can_reset(m)]
+        without = [f"{name or 'the model'} ({class_name(m)})" for name, m in owners if not _can_reset(m)]
         if without:
             raise ConfigError(
                 "modules on the meta device cannot be given their first weights",

@@ -1,4 +1,4 @@
-"""What torch's error means where weights of a shard are read as if they were whole."""
+"""What torch's errors mean where weights of a shard are used as if they were whole."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from types import TracebackType
 
 from torch import nn
 
-from nvalchemi.distributed.bare import own_class
+from nvalchemi.distributed.bare import class_name
 from nvalchemi.distributed.blocks import is_unit
 from nvalchemi.errors import ConfigError
 
-_SAID = "mixed torch.Tensor and DTensor"
+_READ = "mixed torch.Tensor and DTensor"
+_FREED = "of size 0"  # a storage that the hooks of a sharding have freed
 
 
 @contextmanager
 def whole_reads(nets: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Name the reader, where inside torch finds a shard among whole tensors.
+    """Name the reader, where inside torch finds a shard among whole tensors, or one that was freed.
 
     Parameters
     ----------
@@ -32,27 +33,34 @@ def whole_reads(nets: Mapping[str, nn.Module]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _SAID not in str(error):
-            raise
-        raise _meant(error, nets) from error
+        if _READ in str(error):
+            raise _reader(error, nets) from error
+        if "setStorage" in str(error) and _FREED in str(error):
+            raise ConfigError(
+                "a part of a sharded model was called by itself, and a gradient of what it gave is differentiated again",
+                found=f"model '{next(iter(nets))}'" if len(nets) == 1 else f"one of the models {', '.join(nets)}",
+                needed="calls of the model itself, whose forward calls its parts",
+                fix="write what is computed into the model's forward, and call model(...)",
+            ) from error
+        raise
 
 
-def _meant(error: RuntimeError, nets: Mapping[str, nn.Module]) -> ConfigError:
+def _reader(error: RuntimeError, nets: Mapping[str, nn.Module]) -> ConfigError:
     for module in reversed(_callers(error.__traceback__)):
         for model, net in nets.items():
             path = next((name for name, m in net.named_modules() if m is module), None)
             if path is None:
                 continue
             parts = [name for name, m in module.named_modules() if m is not module and is_unit(m)]
-            reader = f"'{path}' ({own_class(module).__name__.removeprefix('FSDP')})" if path else "the network itself"
+            reader = f"'{path}' ({class_name(module)})" if path else "the network itself"
             return ConfigError(
-                f"model '{model}': weights of a part that is sharded by itself are read without calling it",
-                found=f"in the forward of {reader}, whose parts are {', '.join(parts[:8]) or 'none'}",
+                f"model '{model}': weights of a sharded part are read outside a call of it, where each rank has its share of them",
+                found=f"read by {reader}, whose parts are {', '.join(parts[:8]) or 'none'}",
                 needed="parts that are called as modules",
-                fix="call the part, or choose parts that hold both what is read and its reader: FSDP2Hook(wrap=...)",
+                fix="call the part, net(x) and no other method, or choose one that holds both what is read and its reader: FSDP2Hook(wrap=...)",
             )
     return ConfigError(
-        "weights of a sharded model are read outside its forward, where each rank has its part of them",
+        "weights of a sharded model are read outside its forward, where each rank has its share of them",
         found=f"in {_place(error.__traceback__)}",
         fix="read them in the network's forward and give the result as an output; for a penalty on weights use the optimizer's weight_decay",
     )

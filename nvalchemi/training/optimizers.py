@@ -92,6 +92,12 @@ class OptimizerConfig:
                 f"optimizer '{name}' has nothing to optimise", fix="unfreeze a parameter or drop its OptimizerConfig"
             )
         optimizer = _made("optimizer", self.optimizer_cls, parameters, self.optimizer_kwargs)
+        if misfit(optimizer.step) is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} wants the loss computed again and again within a step, by a closure",
+                needed="an optimizer whose step() takes gradients that are there, such as torch.optim.AdamW",
+                fix="take another one, or write a loop of your own around the model and the loss",
+            )
         scaled = scale_rates(optimizer, self.lr_scaling, world_size)  # before the scheduler, which starts from these rates
         if self.scheduler_cls is None:
             return Built(optimizer, None, scaled)

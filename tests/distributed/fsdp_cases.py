@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from nvalchemi.distributed import unsharded
 from nvalchemi.distributed.tensors import all_finite, full, is_sharded_tensor, local, norms, total_norm
 from nvalchemi.ebm.losses import DenoisingScoreMatching
+from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, MLPEnergy
 from nvalchemi.training import Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, ValidationConfig, on
 from nvalchemi.training.hooks import EarlyStopHook, EMAHook, FSDP2Hook, GradientClipHook, MixedPrecisionHook, SpikeHook
@@ -377,3 +379,70 @@ def drawn(manager: Any) -> dict[str, Any]:
     ).run(DataLoader(rows(12, 0), batch_size=3, shuffle=True))
     torch.manual_seed(0)
     return {"noise": noise, "first": torch.equal(first[0], next(TowerEnergy().double().parameters()))}
+
+
+def optimised(manager: Any, kind: str) -> Any:
+    """Three steps by an optimizer of torch, or what is said of it before the first."""
+    model = tower()
+    found = getattr(torch.optim, kind)
+    matrices = {"parameters": lambda m: [p for p in m.parameters() if p.dim() == 2]} if kind == "Muon" else {}
+    try:
+        TrainingStrategy(
+            models=model,
+            optimizer_configs=OptimizerConfig(found, {"lr": 1e-2}, **matrices),
+            loss_fn=squares,
+            training_fn=first,
+            num_epochs=1,
+            distributed_manager=manager,
+            hooks=[FSDP2Hook()],
+        ).run(own([rows(12, i)[manager.rank :: manager.world_size] for i in range(3)], manager))
+    except ConfigError as error:
+        return str(error)
+    return [full(p).detach() for p in model.parameters()]
+
+
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def not_initialised(manager: Any) -> str:
+    """A module on the meta device that cannot give itself weights."""
+    with torch.device("meta"):
+        model = TowerEnergy()
+        model.net.head = nn.Sequential(Unset(), nn.Linear(3, 1))
+    try:
+        run(manager, model=model, sharding={"wrap": Unset})
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def within_unsharded(manager: Any) -> str:
+    """Somebody trains where the model is gathered."""
+    found = run(manager, steps=1)
+    try:
+        with unsharded(found["model"]):
+            run(manager, steps=1, model=found["model"])
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def told(manager: Any, scaled: bool) -> str:
+    """What is said of parts in fp16."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("nvalchemi")
+    logger.addHandler(handler)
+    try:
+        hooks = [MixedPrecisionHook("fp16")] if scaled else []
+        run(manager, steps=1, model=tower().float(), hooks=hooks, sharding={"param_dtype": torch.float16})
+    finally:
+        logger.removeHandler(handler)
+    return " ".join(lines)

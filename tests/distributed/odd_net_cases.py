@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
-from nvalchemi.distributed import unsharded
+from nvalchemi.distributed import failures, unsharded
 from nvalchemi.distributed.shard import Sharding, Shards
 from nvalchemi.distributed.tensors import full
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
 from nvalchemi.training import OptimizerConfig, TrainingStrategy, ValidationConfig
 from nvalchemi.training.hooks import FSDP2Hook
@@ -108,13 +111,38 @@ def scores(model: Energy, x: Tensor) -> Tensor:
     return (energy.square() + (gradient + x).square().sum(-1)).mean()
 
 
+class Parts(Energy):
+    """An energy that calls the layers of its network, and never the network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        net = self.net
+        return net[4](torch.tanh(net[2](torch.tanh(net[0](x))))).squeeze(-1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Method(Energy):
+    """An energy that calls another method of its network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.encode(x).squeeze(-1)
+
+
 LOSSES: dict[str, Callable[[Energy, Tensor], Tensor]] = {"energies": energies, "scores": scores}
 
 
 def agrees(manager: Any, name: str, loss: str, each: bool) -> float:
     """The largest error after three steps, of gradients, weights and buffers; then of the energies, sharded and gathered."""
     torch.manual_seed(0)
-    whole, model = (Energy(NETS[name]()).double() for _ in range(2))
+    make = {"parts": lambda: Parts(chain()), "method": lambda: Method(Encoder())}.get(name, lambda: Energy(NETS[name]()))
+    whole, model = (make().double() for _ in range(2))
     model.load_state_dict(whole.state_dict())
     shards = Shards({"model": model}, ["model"], Sharding(wrap=nn.Linear if each else None), manager, seed=0)
     x = torch.randn(4, 6, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -208,6 +236,23 @@ class Around(nn.Module):
         return self.last(self.inner(x))
 
 
+def alone(manager: Any) -> str:
+    """A part is called by itself, by somebody who takes two gradients of it."""
+
+    def scores_of_a_part(found: Any, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(model.net[0](x)).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    torch.manual_seed(0)
+    model = Energy(chain()).double()
+    try:
+        train(manager, model, loss=scores_of_a_part)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
 def read_within(manager: Any) -> str:
     """The cure: the reader is a part."""
     train(manager, Energy(Around()).double(), wrap=Reads)
@@ -225,3 +270,22 @@ def running_means(manager: Any) -> dict[str, Any]:
         "validation": ctx.validation,
         "moved": model.net[1].running_mean.any(),
     }
+
+
+def unlike_calls(manager: Any) -> str:
+    """Rank 1 calls the model once more than rank 0, which both learn when their time is over."""
+    set_timeout(timedelta(seconds=2), dist.group.WORLD)
+    patience, failures.GRACE = failures.GRACE, 1.0
+    torch.manual_seed(0)
+    model = Energy(chain()).double()
+
+    def scored(found: Any, batch: Tensor) -> Tensor:
+        return sum((scores(model, batch) for _ in range(1 + manager.rank)), found.mean())
+
+    try:
+        train(manager, model, loss=scored)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        failures.GRACE = patience
+    return "nothing"

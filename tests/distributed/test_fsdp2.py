@@ -180,6 +180,40 @@ def test_a_second_run_goes_on_with_the_sharded_model(ranks):
     assert torch.equal(first["energies"], second["energies"])
 
 
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adamax", "Rprop"])
+def test_optimizers_of_torch_step_on_shards(ranks, kind):
+    wanted = cases.optimised(ALONE, kind)
+    for got in ranks.call(f"{CASES}:optimised", kind):
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+def test_optimizers_of_whole_matrices_step_rightly_or_are_refused_before_the_first_step(ranks, kind):
+    if not hasattr(torch.optim, kind):
+        pytest.skip("this torch has none")
+    wanted = cases.optimised(ALONE, kind)
+    for got in ranks.call(f"{CASES}:optimised", kind):
+        if isinstance(got, str):
+            assert "cannot step on sharded parameters" in got and kind in got and "AdamW" in got
+        else:
+            assert_close(got, wanted)
+
+
+def test_a_module_without_first_weights_is_named_as_its_author_did(ranks):
+    for found in ranks.call(f"{CASES}:not_initialised"):
+        assert "net.head.0 (Unset)" in found and "meta_init" in found
+
+
+def test_training_where_the_model_is_gathered_is_told(ranks):
+    for found in ranks.call(f"{CASES}:within_unsharded"):
+        assert "gathered by unsharded(...)" in found and "leave the with block" in found
+
+
+def test_parts_in_fp16_need_a_scaled_loss(ranks):
+    assert "MixedPrecisionHook('fp16')" in ranks.call(f"{CASES}:told", False)[0]
+    assert "vanish" not in "".join(ranks.call(f"{CASES}:told", True))
+
+
 def test_ranks_draw_noise_of_their_own_and_have_equal_weights(ranks):
     """B36."""
     first, second = ranks.call(f"{CASES}:drawn")

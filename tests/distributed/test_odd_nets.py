@@ -20,8 +20,8 @@ def test_same_gradients_and_buffers(ranks, name, loss, each):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("forward", "in the forward of the network itself, whose parts are into, out"),
-        ("validation", "in the forward of the network itself, whose parts are into, out"),
+        ("forward", "read by the network itself, whose parts are into, out"),
+        ("validation", "read by the network itself, whose parts are into, out"),
         ("penalty", "use the optimizer's weight_decay"),
     ],
 )
@@ -36,3 +36,19 @@ def test_running_means_are_those_of_rank_0_on_every_rank(ranks):
     first, second = ranks.call(f"{CASES}:running_means")
     assert first["moved"] and first["validation"] == second["validation"]
     assert all(a.equal(b) for a, b in zip(first["buffers"], second["buffers"], strict=True))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["as it comes", "each layer"])
+def test_an_energy_may_call_parts_of_its_network(ranks, each):
+    assert max(ranks.call(f"{CASES}:agrees", "parts", "scores", each)) < 1e-11
+    assert max(ranks.call(f"{CASES}:agrees", "method", "scores", each)) < 1e-11
+
+
+def test_a_part_that_is_called_by_somebody_else_and_differentiated_twice(ranks):
+    for found in ranks.call(f"{CASES}:alone"):
+        assert "called by itself" in found and "model 'model'" in found
+
+
+def test_ranks_that_call_a_model_unlike_often_are_told_when_their_time_is_over(ranks):
+    for found in ranks.call(f"{CASES}:unlike_calls", breaks=True):
+        assert "waited in vain for each other" in found and "unsharded(model)" in found

@@ -23,6 +23,11 @@ def test_nothing_to_optimise_is_an_error():
         OptimizerConfig(SGD, {"lr": 0.1}).build(nn.Linear(2, 1).requires_grad_(False), "main")
 
 
+def test_an_optimizer_with_a_closure_is_refused():
+    with pytest.raises(ConfigError, match=r"LBFGS wants the loss computed again.*closure.*AdamW"):
+        OptimizerConfig(torch.optim.LBFGS).build(nn.Linear(2, 1), "main")
+
+
 class Plateau(ReduceLROnPlateau):
     """A user's own."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from nvalchemi.distributed.bare import class_name
 from nvalchemi.distributed.recompute import keep, recompute
 from nvalchemi.distributed.targets import Facade
 from nvalchemi.errors import ConfigError
@@ -78,7 +79,7 @@ class ActivationCheckpointHook(Hook):
         names = chosen_models(ctx, self.model_keys, "ActivationCheckpointHook is given")
         found = {name: list(self._chosen(ctx.models[name])) for name in names}
         if not any(found.values()):
-            inside = {key: type(m).__name__ for name in names for key, m in _parts(ctx.models[name])}
+            inside = {key: class_name(m) for name in names for key, m in _parts(ctx.models[name])}
             raise ConfigError(
                 "ActivationCheckpointHook finds no module to compute again",
                 found=", ".join(f"{key} ({kind})" for key, kind in list(inside.items())[:12]) or "a network without parts",

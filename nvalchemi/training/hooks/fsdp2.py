@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvalchemi.distributed.blocks import is_redirected
 from nvalchemi.distributed.meta import Initialise
 from nvalchemi.distributed.shard import Sharding, Shards
+from nvalchemi.distributed.trial import check_steps
 from nvalchemi.distributed.wrap import Wrap
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.data_parallel import DataParallelHook
 from nvalchemi.training.hook import around, on
 from nvalchemi.training.seeds import derive_seed
 from nvalchemi.training.stages import TrainingSpan, TrainingStage
+from nvalchemi.training.update import ScaledUpdate
 
 if TYPE_CHECKING:
     from nvalchemi.training.context import TrainContext
+
+
+logger = logging.getLogger("nvalchemi")
 
 
 class FSDP2Hook(DataParallelHook):
@@ -67,7 +74,8 @@ class FSDP2Hook(DataParallelHook):
     ------
     ConfigError
         For ranks that cannot be divided as asked, parts that cannot be sharded by themselves, learnable parameters outside the part
-        that is sharded, and data that cannot be divided.
+        that is sharded, optimizers that cannot step on shards, weights that are read without their part being called, and data that
+        cannot be divided.
     TrainingError
         Where another rank's error ended the run: naming the rank and its error.
     """
@@ -105,12 +113,34 @@ class FSDP2Hook(DataParallelHook):
     def wrap(self, ctx: TrainContext) -> None:
         """Divide the data and the models."""
         self.divide(ctx)
+        inside = [name for name, model in ctx.models.items() if any(map(is_redirected, model.modules()))]
+        if inside:
+            raise ConfigError(
+                "a model is gathered by unsharded(...), where its parameters are constants",
+                found=", ".join(inside),
+                fix="leave the with block before training",
+            )
         names = self.names(ctx)
         self.say_if_it_fits(ctx, names)
         self._shards = Shards(
             ctx.models, names, self.sharding, ctx.manager, derive_seed(ctx.cursor.seed, "weights"), self.meta_init
         )
         ctx.calls_communicate = True
+
+    @on(TrainingStage.BUILT)
+    def check(self, ctx: TrainContext) -> None:
+        """Whether the optimizers can step on shards."""
+        for name, optimizer in ctx.optimizers.items():
+            check_steps(name, optimizer)
+
+    @on(TrainingStage.TRAINING_START)
+    def say_what_is_lost(self, ctx: TrainContext) -> None:
+        """Tell where parts are computed in fp16 and the loss is not scaled."""
+        if self.sharding.param_dtype is torch.float16 and not isinstance(ctx.update, ScaledUpdate) and ctx.manager.rank == 0:
+            logger.warning(
+                "parts are computed in fp16, where small gradients vanish unless the loss is scaled: "
+                "param_dtype=torch.bfloat16, or MixedPrecisionHook('fp16') beside it"
+            )
 
     @around(TrainingSpan.MICROBATCH)
     def hold_back(self, ctx: TrainContext) -> Iterator[None]:
