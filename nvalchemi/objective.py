@@ -192,12 +192,17 @@ class Terms(NamedTuple):
     ----------
     values
         By name, one number a sample, (batch,), or equally many, (batch, ...), whose mean it is; the loss is the sum of the means.
+        None where a term is switched off: it is zero, and costs nothing. One at least is there.
     samples
         What was drawn on the way, such as the negatives of contrastive divergence; None where that is of no use.
     """
 
-    values: dict[str, Tensor]
+    values: Mapping[str, Tensor | None]
     samples: Any = None
+
+    def means(self) -> dict[str, Tensor]:
+        """By name, the mean of each term that is there, a scalar."""
+        return {name: value.mean() for name, value in self.values.items() if value is not None}
 
 
 class RankLocal:
@@ -269,12 +274,10 @@ class ModelLoss(RankLocal, ABC):
         **conditions
             Handed to the model by name, such as labels ``y``, one a sample.
         """
-        values, samples = self.terms(self.model, x, generator=generator, step=step, conditions=conditions)
-        loss: Tensor | None = None
-        for value in values.values():
-            loss = value.mean() if loss is None else loss + value.mean()
-        assert loss is not None
-        return loss if samples is None else (loss, samples)
+        terms = self.terms(self.model, x, generator=generator, step=step, conditions=conditions)
+        first, *others = terms.means().values()
+        loss = sum(others, first)
+        return loss if terms.samples is None else (loss, terms.samples)
 
     @abstractmethod
     def terms(

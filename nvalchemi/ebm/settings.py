@@ -63,6 +63,6 @@ def root(number: Value) -> Value:
     return math.sqrt(number) if isinstance(number, float) else torch.sqrt(number)
 
 
-def add_(x: Tensor, factor: Value, y: Tensor) -> Tensor:
-    """Add ``factor`` times ``y`` to ``x`` in place."""
-    return x.add_(y, alpha=factor) if isinstance(factor, float) else x.addcmul_(y, factor)
+def add_(x: Tensor, factor: Value, y: Tensor, times: float = 1.0) -> Tensor:
+    """Add ``times`` ``factor`` times ``y`` to ``x`` in place."""
+    return x.add_(y, alpha=times * factor) if isinstance(factor, float) else x.addcmul_(y, factor, value=times)

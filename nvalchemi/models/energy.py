@@ -87,11 +87,13 @@ class EnergyModel(nn.Module):
 
         ``anchored`` is that of `nvalchemi.models.gradient.input_gradient`; ``conditions`` are handed to `forward` by name.
         """
-        moves = x.positions if isinstance(x, Batch) else x
+        atoms = isinstance(x, Batch)
+        moves = x.positions if atoms else x
         with differentiable():
             at = moves if create_graph and moves.requires_grad else leaf(moves)
             with self._gradient_precision(at.device):  # the backward pass too: autocast would reach its products
-                energy = self(_at(x, at.float() if self.force_fp32_gradient else at), **conditions)
+                seen = at.float() if self.force_fp32_gradient else at
+                energy = self(x.replace(positions=seen) if atoms else seen, **conditions)
                 gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient
 
@@ -150,11 +152,6 @@ class EnergyModel(nn.Module):
             f"{type(self).__name__} cannot say how it is rebuilt",
             fix="define config() and register the class with register_model",
         )
-
-
-def _at(x: Any, positions: Tensor) -> Any:
-    """What the energy takes, with the positions that are differentiated by."""
-    return x.replace(positions=positions) if isinstance(x, Batch) else positions
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype | None:

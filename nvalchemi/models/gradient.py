@@ -39,7 +39,19 @@ def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False
     Tensor
         Of the shape of ``inputs``; zeros where the energy does not depend on them.
     """
-    return input_gradients(energy, (inputs,), create_graph=create_graph, anchored=anchored)[0]
+    if not energy.requires_grad:
+        return torch.zeros_like(inputs)
+    total = _summed(energy)
+    # a sampler comes here at every step, and `materialize_grads` costs a percent of a small network's
+    gradient: Tensor | None = torch.autograd.grad(total, inputs, create_graph=create_graph, allow_unused=True)[0]
+    if gradient is None:
+        gradient = torch.zeros_like(inputs)
+    return anchor(gradient, total) if create_graph and anchored else gradient
+
+
+def _summed(energy: Tensor) -> Tensor:
+    """The energy of all samples: not ones for grad_outputs, for which torch imports sympy, seconds, and checks shapes by it every time."""
+    return energy.sum() if energy.ndim else energy
 
 
 def input_gradients(
@@ -48,9 +60,7 @@ def input_gradients(
     """Give the gradients with respect to several inputs in one pass; otherwise as `input_gradient`."""
     if not energy.requires_grad:
         return tuple(torch.zeros_like(x) for x in inputs)
-    total = (
-        energy.sum() if energy.ndim else energy
-    )  # not ones for grad_outputs: for these torch imports sympy, seconds, and checks shapes by it every time
+    total = _summed(energy)
     gradients = torch.autograd.grad(total, inputs, create_graph=create_graph, materialize_grads=True)
     if create_graph and anchored:
         return tuple(anchor(g, total) for g in gradients)
@@ -79,7 +89,8 @@ def second_gradient(outputs: Tensor, inputs: Tensor) -> Tensor:
     """
     if not outputs.requires_grad:
         return torch.zeros_like(inputs)
-    return torch.autograd.grad(outputs.sum(), inputs, create_graph=True, materialize_grads=True)[0]
+    gradient: Tensor | None = torch.autograd.grad(outputs.sum(), inputs, create_graph=True, allow_unused=True)[0]
+    return torch.zeros_like(inputs) if gradient is None else gradient
 
 
 def compiled_gradient(energy: Callable[[Tensor], Tensor], **options: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

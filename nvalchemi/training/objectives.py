@@ -140,12 +140,13 @@ class ModelObjective(Objective):
 
     def __call__(self, model: Any, batch: Any, *, generator: torch.Generator, step: int) -> LossOutput:
         x, conditions = samples_and_conditions(batch)
-        values, samples = self.loss_fn.terms(
-            held_model(self.loss_fn, model), x, generator=generator, step=step, conditions=conditions
-        )
-        count = num_samples(x)
-        parts = {name: LossPart(None, count, mean=value.mean()) for name, value in values.items()}
-        return LossOutput.from_parts(parts, count, extra=samples)
+        terms = self.loss_fn.terms(held_model(self.loss_fn, model), x, generator=generator, step=step, conditions=conditions)
+        count, means = num_samples(x), terms.means()
+        off = (
+            next(iter(means.values())).detach().new_zeros(())
+        )  # of a term that is switched off: a step's parts are always the same
+        parts = {name: LossPart(None, count, mean=means.get(name, off)) for name in terms.values}
+        return LossOutput.from_parts(parts, count, extra=terms.samples)
 
     def counts(self, batch: Any) -> dict[str, Count]:
         return dict.fromkeys(self.loss_fn.parts, num_samples(batch))

@@ -183,3 +183,31 @@ def test_a_loss_is_no_module():
     loss_fn = ScoreMatching(mlp())
     assert not isinstance(loss_fn, nn.Module)
     assert "MLPEnergy" in repr(loss_fn)
+
+
+class Switched(ModelLoss):
+    """A second term that comes with the second step."""
+
+    parts = ("first", "second")
+
+    def terms(self, model, x, *, generator, step, conditions) -> Terms:
+        energy = model(x)
+        return Terms({"first": energy.square(), "second": energy if step else None})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_term_that_is_switched_off_is_zero(accumulate):
+    """The parts of a step are always the same, and the loss is that of the terms that are there."""
+    model, x = mlp(), rows(5)[0]
+    loss_fn = Switched(model)
+    assert torch.equal(loss_fn(x, step=0), model(x).square().mean())
+    torch.testing.assert_close(loss_fn(x, step=1), model(x).square().mean() + model(x).mean())
+    seen = []
+
+    @on(TrainingStage.LOSS_READY)
+    def note(ctx):
+        seen.append({name: float(part.value.detach()) for name, part in ctx.loss.parts.items()})
+
+    train(Switched, rows(*[4, 3] * accumulate), model, accumulate=accumulate, hooks=[note])
+    assert [part["second"] == 0.0 for part in seen] == [True] * accumulate + [False] * accumulate
+    assert all(part.keys() == {"first", "second"} for part in seen)

@@ -101,10 +101,9 @@ class ContrastiveDivergence(ScalarEnergyLoss):
     ) -> Terms:
         negatives = self.negatives(x, generator, conditions)
         data, chains = both_energies(model, x, negatives, conditions)
-        values = {"contrastive": data - chains}
         weight = self.energy_reg_weight
-        values["regularization"] = weight * (data.square() + chains.square()) if weight else torch.zeros_like(data)
-        return Terms(values, negatives)
+        penalty = weight * (data.square() + chains.square()) if weight else None
+        return Terms({"contrastive": data - chains, "regularization": penalty}, negatives)
 
     def negatives(self, x: Any, generator: torch.Generator | None = None, conditions: Mapping[str, Any] | None = None) -> Any:
         """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved.

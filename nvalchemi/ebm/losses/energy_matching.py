@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,14 +121,14 @@ class EnergyMatching(ScalarEnergyLoss):
         if weight and conditions.keys() - {"x0"}:
             raise ConfigError("chains have no conditions", found=", ".join(conditions), needed="lambda_cd=0, or samples alone")
         # The chains and their energies come before the flow term: sharded weights are let go by the latter's gradient.
-        contrastive, negatives = x.new_zeros(len(x)), None
+        contrastive, negatives = None, None
         if weight:
             negatives = self.negatives(x, conditions.get("x0"), generator)
             contrastive = self._contrastive(*both_energies(model, x, negatives), weight)
         point = self.paths.draw(x, generator, conditions, together=self.model.training)
         at, sigma = point.x, at_step("sigma", self.sigma, step)
         if sigma:
-            at = at + sigma * normal_like(at, generator)
+            at = at.add(normal_like(at, generator), alpha=sigma)
         gradient = energy_gradient(model, at.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)
         fading = self.flow_weight(point.t)
         weights = fading if point.weights is None else fading * point.weights
@@ -156,20 +157,21 @@ class EnergyMatching(ScalarEnergyLoss):
         table = x.new_full((max(self.n_langevin_steps, 1), count), self.epsilon_max)
         sweep = [self.temperature(step / self.n_langevin_steps) for step in range(self.n_langevin_steps)]
         table[: len(sweep), :hot] = x.new_tensor(sweep)[:, None]
-        self.sampler.noise_scale = table.sqrt_().__getitem__  # a row of it at each step, a number a chain
+        self.sampler.noise_scale = table.sqrt_().unbind().__getitem__  # a row of it at each step, a number a chain
         return self.sampler.sample(x=torch.cat([noise, x[order[hot:]]]), n_steps=self.n_langevin_steps, generator=generator)
 
     def _contrastive(self, data: Tensor, chains: Tensor, weight: float) -> Tensor:
         """The contrastive term of each sample, (batch,)."""
         pooled = self.process_group is not None and self.model.training
-        manager = members(self.process_group) if pooled else single_process()
+        manager = members(self.process_group) if pooled else single_process(data.device)
         kept = self._kept(chains.detach(), manager)
         values = weight * (data - kept * chains)
         if self.cd_clamp is None:
             return values
-        sums = all_reduce(torch.stack([values.detach().sum(), values.new_tensor(float(len(values)))]), manager)
-        # where the bound holds the term is a constant; a mean that is not a number is not below it, and stays
-        return torch.where(sums[0] / sums[1] < -self.cd_clamp, values.detach() * 0 - self.cd_clamp, values)
+        # what is left of the mean above the bound, times the number of samples
+        left = all_reduce(values.detach().add(self.cd_clamp).sum(), manager)
+        # where the bound holds the term is a constant; what is not finite stays
+        return torch.where((left < 0) & (left > -math.inf), -self.cd_clamp, values)
 
     def _kept(self, energies: Tensor, manager: Manager) -> Tensor:
         """Weights of the chains with mean 1 over all of them: zero for those of the highest energies."""
@@ -180,6 +182,6 @@ class EnergyMatching(ScalarEnergyLoss):
         if not left_out:
             return torch.ones_like(energies)
         weights = everything.new_full((count,), count / (count - left_out))
-        weights[everything.argsort(stable=True)[count - left_out :]] = 0
+        weights.index_fill_(0, everything.argsort(stable=True)[count - left_out :], 0.0)
         start = sum(len(share) for share in shares[: manager.rank])
         return weights[start : start + len(energies)]

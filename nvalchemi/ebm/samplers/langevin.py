@@ -79,16 +79,17 @@ class LangevinDynamics(EnergySampler):
         """See `Sampler.moves`."""
         chains, x = run.chains, run.chains.start
         moving = changes(self.step_size, self.noise_scale, self.temperature)
-        h, scale = self._factors(chains, 0)
+        h, scale, rate = self._factors(chains, 0)
         noise = torch.empty_like(x)
         for step in range(run.n_steps):
             if moving and step:
-                h, scale = self._factors(chains, step)
+                h, scale, rate = self._factors(chains, step)
             if self._by_hand:
                 add_(x, -h, self._slope(chains, x))
-                add_(x, scale, run.refill_(noise))
+                add_(x, scale, run.refill_(noise), rate)
             else:
-                x = self.integrator.step(lambda x, _: self._slope(chains, x).neg_(), x, 0.0, h, run.refill_(noise).mul_(scale))
+                kick = run.refill_(noise).mul_(scale * rate)
+                x = self.integrator.step(lambda x, _: self._slope(chains, x).neg_(), x, 0.0, h, kick)
             if self.clamp is not None:
                 x.clamp_(*self.clamp)
             yield x, NOTHING
@@ -98,9 +99,11 @@ class LangevinDynamics(EnergySampler):
         gradient = chains.gradient(self.energy, x)
         return gradient.add(x, alpha=self.decay) if self.decay else gradient
 
-    def _factors(self, chains: Chains, step: int) -> tuple[Value, Value]:
-        """The step, and what noise is multiplied by."""
+    def _factors(self, chains: Chains, step: int) -> tuple[Value, Value, float]:
+        """The step, and two factors of the noise: numbers of the chains are not multiplied by one of them all, which would be a pass more."""
         h = value("step_size", self.step_size, step, chains)
         temperature = value("temperature", self.temperature, step, chains)
-        noise = value("noise_scale", self.noise_scale, step, chains) * root(2.0 * h * temperature)
-        return spread(h, chains), spread(noise, chains)
+        scale, rate = value("noise_scale", self.noise_scale, step, chains), root(2.0 * h * temperature)
+        if isinstance(rate, Tensor):
+            scale, rate = scale * rate, 1.0
+        return spread(h, chains), spread(scale, chains), rate

@@ -228,6 +228,7 @@ def test_the_bound_of_the_contrastive_term():
     assert low.mean().item() == pytest.approx(-0.1) and inside.mean().item() == pytest.approx(-0.04)
     assert all(float(g.abs().max()) == 0 for g in torch.autograd.grad(low.mean(), list(model.parameters())))
     assert bool(bound(torch.nan).isnan().all())
+    assert bool(bound(torch.inf).isneginf().all()) and bool(bound(-torch.inf).isposinf().all())
 
 
 def test_warm_up_runs_no_chain():
