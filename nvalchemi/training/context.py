@@ -288,7 +288,7 @@ class TrainContext:
             Why.
         agreed
             Every rank says the same, from numbers that are the same on all of them. Then it holds at once. Otherwise, with several ranks, it
-            holds when they have told each other: after the backward, or before the update where it is said at GRADIENTS_READY.
+            holds when they have told each other: with the loss, or before the update where it is said at GRADIENTS_READY.
         """
         if agreed or not self.manager.distributed:
             self.skip_reason = self.skip_reason or reason
