@@ -32,7 +32,7 @@ class CheckpointHook(PeriodicHook):
 
     Parameters
     ----------
-    directory
+    dir
         The folder of the checkpoints, or an address such as ``"s3://bucket/runs/demo"``; ``resume_from="latest"`` looks there.
     every
         How often.
@@ -63,7 +63,7 @@ class CheckpointHook(PeriodicHook):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        dir: str | os.PathLike[str],
         every: Every | None = None,
         *,
         keep_last: int | None = 3,
@@ -80,7 +80,7 @@ class CheckpointHook(PeriodicHook):
                 found=f"keep_last={keep_last!r}, keep_best={keep_best!r}, mode={mode!r}",
                 needed="keep_last and keep_best of at least 1, or None; mode 'min' or 'max'",
             )
-        self.checkpoint_dir = where(directory)
+        self.checkpoint_dir = where(dir)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         given: Any = save_on_signal
         if not isinstance(given, signal.Signals | None):

@@ -30,7 +30,7 @@ def test_by_steps_and_at_the_end(tmp_path):
 
 
 def test_by_epochs(tmp_path):
-    strategy(network(), [CheckpointHook(tmp_path, Every(epochs=2), keep_last=None)], num_epochs=4).run(batches())
+    strategy(network(), [CheckpointHook(dir=tmp_path, every=Every(epochs=2), keep_last=None)], num_epochs=4).run(batches())
     assert names(tmp_path) == ["step-00000008", "step-00000016"]
 
 
