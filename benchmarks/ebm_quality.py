@@ -173,11 +173,15 @@ def a_field(library: SimpleNamespace) -> nn.Module:
 
 
 def downhill(kind: str | None) -> Callable[[SimpleNamespace, Any, Tensor], Tensor]:
-    """Down the field, or the energy that is made of it."""
+    """Down the field, or the energy that is made of it, for a time of 0.35.
+
+    A field learned exactly, of height 4 that decays from t = 0.8 on, brings a sample to 0.8 of its way by the time 0.2, and from there nearer by e in
+    each 0.05. A longer descent is worse in either library: where data lie along a curve or in an area, it goes on to few of their points.
+    """
 
     def draw(library: SimpleNamespace, model: Any, x: Tensor) -> Tensor:
         energy = model if kind is None else library.of_field(model, kind)
-        return library.descent(energy, step_size=0.01).sample(x=x, n_steps=300)
+        return library.descent(energy, step_size=0.01).sample(x=x, n_steps=35)
 
     return draw
 
