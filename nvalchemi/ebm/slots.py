@@ -52,6 +52,11 @@ class Rows(Chains):
     def __init__(self, samples: Tensor) -> None:
         self.samples = samples
 
+    @classmethod
+    def of(cls, samples: Tensor) -> Rows:
+        """Rows that share no memory with these."""
+        return cls(samples.detach().clone(memory_format=torch.contiguous_format))
+
     def __len__(self) -> int:
         return self.samples.shape[0]
 
@@ -134,7 +139,7 @@ def chains_of(samples: Samples) -> Chains:
     """Chains that start at ``samples``, sharing no memory with them."""
     if isinstance(samples, Batch):
         return Structures.of(samples)
-    return Rows(samples.detach().clone(memory_format=torch.contiguous_format))
+    return Rows.of(samples)
 
 
 def batch_to_plain(batch: Batch) -> dict[str, Any]:

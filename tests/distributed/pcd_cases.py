@@ -75,17 +75,24 @@ def chains(loss: Any) -> Tensor | None:
 
 
 def mixed(manager: Any, total: int, times: int, structures: bool) -> Any:
-    """Chains numbered 0 to ``total`` - 1, dealt out to these ranks and mixed; which are here before each time."""
+    """Chains numbered 0 to ``total`` - 1, dealt out to these ranks and mixed; which are here before each time.
+
+    Each has two conditions that say its number too, which must go with it.
+    """
     whole, buffer = ReplayBuffer(total), ReplayBuffer(total)
     numbers = torch.arange(total, dtype=torch.float64)
     line = 1.5 * torch.arange(3, dtype=torch.float64)[:, None].expand(3, 3)
     atoms = [AtomicData(line[: 1 + n % 3], [n + 1] * (1 + n % 3)) for n in range(total)]
-    whole.initialize(Batch.from_data_list(atoms) if structures else numbers[:, None])
+    told = {"label": torch.arange(total), "weight": torch.stack([numbers, -numbers], 1)}
+    whole.initialize(Batch.from_data_list(atoms) if structures else numbers[:, None], told)
     buffer.load_state_dict(ReplayBuffer.dealt([whole.state_dict()], manager.rank, manager.world_size))
     generator = torch.Generator().manual_seed(manager.rank)
     seen = []
     for _ in range(times):
         here = buffer.samples
         seen.append([int(s.atomic_numbers[0]) - 1 for s in here.to_data_list()] if structures else here.flatten().int().tolist())
+        conditions = buffer.conditions(torch.arange(len(buffer)))
+        if conditions["label"].tolist() != seen[-1] or conditions["weight"].tolist() != [[n, -n] for n in seen[-1]]:
+            raise AssertionError(f"chains {seen[-1]} have the conditions {conditions}")
         buffer.mix_across_ranks(manager, generator)
     return seen

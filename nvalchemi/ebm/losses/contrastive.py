@@ -33,7 +33,7 @@ class ContrastiveDivergence(ScalarEnergyLoss):
     penalty of weight w keeps energies near zero: only differences of energies are learned otherwise).
 
     A call gives ``(loss, negatives)``. Conditions, such as labels y, are told to the energy with the data and all along the chains that begin at
-    them; persistent chains have none.
+    them. A persistent chain has conditions of its own: those of a sample of the batch at hand, from when it begins until it begins anew.
 
     Parameters
     ----------
@@ -99,40 +99,42 @@ class ContrastiveDivergence(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
-        negatives = self.negatives(x, generator, conditions)
-        data, chains = both_energies(model, x, negatives, conditions)
+        negatives, told = self._moved(x, generator, conditions)
+        data, chains = both_energies(model, x, negatives, conditions, told)
         weight = self.energy_reg_weight
         penalty = weight * (data.square() + chains.square()) if weight else None
         return Terms({"contrastive": data - chains, "regularization": penalty}, negatives)
 
     def negatives(self, x: Any, generator: torch.Generator | None = None, conditions: Mapping[str, Any] | None = None) -> Any:
-        """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved.
+        """Give as many samples as ``x`` has, from chains that begin at it or go on; persistent chains are moved."""
+        return self._moved(x, generator, conditions or {})[0]
 
-        Raises
-        ------
-        ConfigError
-            Persistent chains with conditions: a chain would go on under the label of another sample.
-        """
+    def _moved(self, x: Any, generator: torch.Generator | None, conditions: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """As many ends of chains as ``x`` has samples, and the conditions of these chains."""
         buffer = self.replay_buffer
         if buffer is None:
-            sampler = conditioned(self.sampler, conditions or {})
-            return sampler.sample(x=x, n_steps=self.k_steps, generator=generator)
-        if conditions:
-            raise ConfigError(
-                "persistent chains have no conditions: each would go on under the label of another sample",
-                found=", ".join(conditions),
-                fix="give ContrastiveDivergence(persistent=False), whose chains begin at the data and keep their labels",
-            )
+            sampler = conditioned(self.sampler, conditions)
+            return sampler.sample(x=x, n_steps=self.k_steps, generator=generator), conditions
         if not buffer.is_initialized:
-            self.initialize_buffer(x, generator)
+            self.initialize_buffer(x, generator, conditions)
         slots, start = buffer.draw(len(x), generator)
+        told = buffer.conditions(slots)
+        if told.keys() != conditions.keys():
+            raise ConfigError(
+                "persistent chains began with other conditions than those of the batch",
+                found=", ".join(conditions) or "none",
+                needed=", ".join(told) or "none",
+                fix="give the same conditions in each call, or begin the chains anew with initialize_buffer(x, generator, conditions)",
+            )
         if self.new_sample_ratio:
-            start = self._renewed(start, x, generator)
-        ends = self.sampler.sample(x=start, n_steps=self.k_steps, generator=generator)
-        buffer.write(slots, ends)
-        return ends
+            start, told = self._renewed(start, told, x, conditions, generator)
+        ends = conditioned(self.sampler, told).sample(x=start, n_steps=self.k_steps, generator=generator)
+        buffer.write(slots, ends, told)
+        return ends, told
 
-    def initialize_buffer(self, x: Any, generator: torch.Generator | None = None) -> None:
+    def initialize_buffer(
+        self, x: Any, generator: torch.Generator | None = None, conditions: Mapping[str, Any] | None = None
+    ) -> None:
         """Begin all persistent chains anew, and move each ``init_steps`` steps.
 
         Parameters
@@ -142,15 +144,19 @@ class ContrastiveDivergence(ScalarEnergyLoss):
             other or once more.
         generator
             Where noise comes from.
+        conditions
+            Those of the batch, by name, (batch, ...) each: chain i has those of row i, counted round and round.
         """
         buffer = self._buffer()
+        which = torch.arange(buffer.size) % max(len(x), 1)
+        told = {name: value[which.to(value.device)] for name, value in repeated(conditions or {}, len(x), 1).items()}
         if isinstance(x, Batch):
-            start: Any = x.index_select(torch.arange(buffer.size) % len(x))
+            start: Any = x.index_select(which)
         else:
             start = torch.empty(buffer.size, *x.shape[1:], dtype=x.dtype, device=x.device).normal_(generator=generator)
         if self.init_steps:
-            start = self.sampler.sample(x=start, n_steps=self.init_steps, generator=generator)
-        buffer.initialize(start)
+            start = conditioned(self.sampler, told).sample(x=start, n_steps=self.init_steps, generator=generator)
+        buffer.initialize(start, told)
 
     def mix_buffer_across_ranks(self, group: Any | Manager | None = None, generator: torch.Generator | None = None) -> None:
         """Deal the persistent chains of all ranks out anew, in one collective that every rank calls; see `ReplayBuffer.mix_across_ranks`."""
@@ -191,26 +197,39 @@ class ContrastiveDivergence(ScalarEnergyLoss):
             raise ConfigError("these chains are not kept", fix="give ContrastiveDivergence(persistent=True)")
         return self.replay_buffer
 
-    def _renewed(self, start: Any, x: Any, generator: torch.Generator | None) -> Any:
-        """The drawn chains, some of them at a new beginning."""
+    def _renewed(
+        self, start: Any, told: dict[str, Tensor], x: Any, conditions: Mapping[str, Tensor], generator: torch.Generator | None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The drawn chains and their conditions, some of them at a new beginning, with the conditions of the batch's row."""
         at = positions(x)
         anew = torch.empty(len(x), device=at.device).uniform_(generator=generator) < self.new_sample_ratio
+        told = {name: chosen(anew, value, told[name]) for name, value in repeated(conditions, len(x), 1).items()}
         if isinstance(x, Batch):
             old, new = start.to_data_list(), x.to_data_list()
-            return Batch.from_data_list([b if flag else a for a, b, flag in zip(old, new, anew.tolist(), strict=True)])
-        noise = torch.empty_like(start).normal_(generator=generator)
-        return torch.where(anew.to(start.device).reshape(-1, *[1] * (start.ndim - 1)), noise, start)
+            return Batch.from_data_list([b if flag else a for a, b, flag in zip(old, new, anew.tolist(), strict=True)]), told
+        return chosen(anew, torch.empty_like(start).normal_(generator=generator), start), told
 
 
-def both_energies(model: Any, data: Any, samples: Any, conditions: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+def chosen(which: Tensor, these: Tensor, others: Tensor) -> Tensor:
+    """Rows of ``these`` (n, ...) where ``which`` (n,) is true, of ``others`` elsewhere, where and as these are."""
+    return torch.where(which.to(others.device).reshape(-1, *[1] * (others.ndim - 1)), these.to(others), others)
+
+
+def both_energies(
+    model: Any, data: Any, samples: Any, conditions: Mapping[str, Any] | None = None, others: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """Energies of data and of samples, by one call where they are rows of a tensor.
 
-    There may be several sets of samples, one after the other; each has the conditions of the data.
+    There may be several sets of samples, one after the other; each has the conditions of the data, unless ``others`` says the samples' own.
     """
     told = conditions or {}
     if isinstance(data, Batch):
-        return check_energy(model(data, **told), len(data)), check_energy(model(samples, **told), len(samples))
-    told = repeated(told, len(data), 1 + len(samples) // max(len(data), 1))
+        own = told if others is None else others
+        return check_energy(model(data, **told), len(data)), check_energy(model(samples, **own), len(samples))
+    if others is None or others is conditions:
+        told = repeated(told, len(data), 1 + len(samples) // max(len(data), 1))
+    else:
+        told = {name: torch.cat([value, others[name].to(value)]) for name, value in repeated(told, len(data), 1).items()}
     energies = check_energy(model(torch.cat([data, samples]), **told), len(data) + len(samples))
     ours, theirs = energies.split([len(data), len(samples)])
     return ours, theirs

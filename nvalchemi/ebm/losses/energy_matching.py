@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.distributed import Manager, all_reduce, gather, members, single_process
+from nvalchemi.ebm.conditions import conditioned, repeated
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step
@@ -41,7 +42,8 @@ class EnergyMatching(ScalarEnergyLoss):
     First train with ``lambda_cd=0``, where no chain is run, then with a positive one: set the attribute, or give a function of the step
     such as ``lambda step: 0.0 if step < 2000 else 2.0``, which alone is called with ``loss_fn(x, step=step)``.
 
-    A call gives ``(loss, negatives)``, or the loss alone while λ is 0.
+    A call gives ``(loss, negatives)``, or the loss alone while λ is 0. Conditions, such as labels y, are told to the energy with the data and all
+    along the chains: to a chain from data those of its beginning, to the chains from noise those of the rows that are left.
 
     Parameters
     ----------
@@ -118,13 +120,12 @@ class EnergyMatching(ScalarEnergyLoss):
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
         weight = at_step("lambda_cd", self.lambda_cd, step)
-        if weight and conditions.keys() - {"x0"}:
-            raise ConfigError("chains have no conditions", found=", ".join(conditions), needed="lambda_cd=0, or samples alone")
         # The chains and their energies come before the flow term: sharded weights are let go by the latter's gradient.
         contrastive, negatives = None, None
         if weight:
-            negatives = self.negatives(x, conditions.get("x0"), generator)
-            contrastive = self._contrastive(*both_energies(model, x, negatives), weight)
+            own = {name: value for name, value in conditions.items() if name != "x0"}
+            negatives, told = self._chains(x, conditions.get("x0"), generator, own)
+            contrastive = self._contrastive(*both_energies(model, x, negatives, own, told), weight)
         point = self.paths.draw(x, generator, conditions, together=self.model.training)
         at, sigma = point.x, at_step("sigma", self.sigma, step)
         if sigma:
@@ -144,11 +145,27 @@ class EnergyMatching(ScalarEnergyLoss):
         """ε(t)."""
         return self.epsilon_max * min(max((t - self.tau_star) / (1 - self.tau_star), 0.0), 1.0)
 
-    def negatives(self, x: Tensor, x0: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Give as many ends of chains as there is data: from noise (or some of ``x0``), then from data."""
+    def negatives(
+        self,
+        x: Tensor,
+        x0: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Give as many ends of chains as there is data: from noise (or some of ``x0``), then from data.
+
+        Of conditions, (batch, ...) each, every row is told to one chain: to that which begins at the row's data, or else to one from noise.
+        """
+        return self._chains(x, x0, generator, conditions or {})[0]
+
+    def _chains(
+        self, x: Tensor, x0: Tensor | None, generator: torch.Generator | None, conditions: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The ends of the chains, and their conditions."""
         count = len(x)
         hot = round(count * self.noise_fraction)
         order = torch.randperm(count, generator=generator, device=x.device)
+        told = {name: value[order.to(value.device)] for name, value in repeated(conditions, count, 1).items()}
         noise = (
             normal_like(x[:hot], generator)
             if x0 is None
@@ -158,7 +175,8 @@ class EnergyMatching(ScalarEnergyLoss):
         sweep = [self.temperature(step / self.n_langevin_steps) for step in range(self.n_langevin_steps)]
         table[: len(sweep), :hot] = x.new_tensor(sweep)[:, None]
         self.sampler.noise_scale = table.sqrt_().unbind().__getitem__  # a row of it at each step, a number a chain
-        return self.sampler.sample(x=torch.cat([noise, x[order[hot:]]]), n_steps=self.n_langevin_steps, generator=generator)
+        start = torch.cat([noise, x[order[hot:]]])
+        return conditioned(self.sampler, told).sample(x=start, n_steps=self.n_langevin_steps, generator=generator), told
 
     def _contrastive(self, data: Tensor, chains: Tensor, weight: float) -> Tensor:
         """The contrastive term of each sample, (batch,)."""
