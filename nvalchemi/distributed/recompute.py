@@ -11,15 +11,15 @@ from an attribute) is left to torch's ``checkpoint``, which gives the right grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nvalchemi.distributed.bare import StandIn
+from nvalchemi.distributed.bare import StandIn, class_name
 from nvalchemi.distributed.blocks import holds_shards, is_redirected, with_parameters
 from nvalchemi.distributed.moving import MovingBuffers
 from nvalchemi.errors import TrainingError
@@ -120,7 +120,7 @@ class Recomputed(StandIn):
         def forward(*args: Any) -> Any:
             if next(calls, False):
                 return self._forward(*args, **kwargs)
-            with with_parameters(self.module, list(given), list(given.values())):
+            with with_parameters(self.module, list(given), list(given.values())), _explained(self.module):
                 return self._forward(*args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -128,6 +128,21 @@ class Recomputed(StandIn):
             return buffers.first, buffers.again
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _explained(module: nn.Module) -> Iterator[None]:
+    """Say what it means that a network met its own shards: torch before 2.15 may not gather it again for a loss of both orders."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TrainingError(
+            f"{class_name(module)} cannot be computed again around parts that are sharded by themselves",
+            found=f"torch {torch.__version__}, and a loss of an energy and of its gradients in one backward",
+            fix="compute the parts again, or what is within them; or take torch 2.15 or newer",
+        ) from error
 
 
 def _is_transformed() -> bool:

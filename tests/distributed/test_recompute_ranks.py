@@ -16,6 +16,10 @@ CASES = "tests.distributed.recompute_cases:"
 @pytest.mark.parametrize("parts", ["the blocks", "within the blocks", "around the blocks", "beside the blocks"])
 def test_sharded_networks(ranks, loss, parts):
     """Gathered calls within, around and beside what is computed again."""
+    if (loss, parts) == ("two_phases", "around the blocks") and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+        with pytest.raises(AssertionError, match="TrainingError: Net cannot be computed again around parts that are sharded"):
+            ranks.call(CASES + "sharded", loss, "blocks", parts, False, breaks=True)
+        return
     assert max(ranks.call(CASES + "sharded", loss, "blocks", parts, False)) < 1e-12
 
 
