@@ -9,6 +9,7 @@ from nvalchemi.data.address import Where
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.models import EnergyModel, build_model
 from nvalchemi.training import layout
+from nvalchemi.training.alive import alive, size_text
 from nvalchemi.training.export import weights_of
 from nvalchemi.training.reading import at_path, read_shared
 from nvalchemi.training.shards import placed
@@ -55,19 +56,23 @@ def load_trained(run: RunDir, *, raw: bool = False, which: str = "best") -> Trai
         Where there is nothing whole to load.
     """
     saved = find(run, which)
-    state, weights = weights_of(read_shared(saved), raw=raw)
     from nvalchemi.cli.recipe import in_precision
 
-    model = in_precision(build_model(run.model_config()), run.config())
-    try:
-        model.load_state_dict(placed(state))
-    except (KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the weights in {saved.path} do not fit the model in {run.model_file}", found=str(error)[:300]
-        ) from None
+    with alive(f"reading {saved.path}", lambda: size_text(saved.bytes)):
+        state, weights = weights_of(read_shared(saved), raw=raw)
+        model = in_precision(build_model(run.model_config()), run.config())
+        try:
+            model.load_state_dict(placed(state))
+        except (KeyError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"the weights in {saved.path} do not fit the model in {run.model_file}", found=str(error)[:300]
+            ) from None
     return Trained(model.eval(), weights, saved.path, saved.step)
 
 
+@alive("looking for a whole checkpoint")
 def find(run: RunDir, which: str) -> layout.SavedCheckpoint:
     """The checkpoint that ``which`` means."""
     if which not in ("best", "last"):
