@@ -10,15 +10,22 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 def draws_nothing(loader: Any) -> bool:
     """Whether making a batch draws on no random stream of this process, as far as can be told: a list, or a loader of torch over stored data.
 
-    A data set of one's own may draw on torch's global stream for each sample, which a batch that is read early would shift against that of
-    the training; not so in worker processes, which have streams of their own. One that does not, nor its ``collate_fn``, may say so: it has
-    an attribute ``draws_nothing = True``.
+    A data set, sampler or ``collate_fn`` of one's own may draw on torch's global stream for each sample, which a batch that is read early
+    would shift against that of the training; not so in worker processes, which have streams of their own (samplers are not there). A data
+    set may say that nothing of the kind is done: it has an attribute ``draws_nothing = True``.
     """
     if not isinstance(loader, DataLoader):
         return isinstance(loader, list | tuple)
-    if loader.num_workers > 0 or getattr(loader.dataset, "draws_nothing", False):
+    if getattr(loader.dataset, "draws_nothing", False):
         return True
-    return _stored(loader.dataset) and loader.collate_fn in (default_collate, default_convert)
+    if not all(map(_known, (loader.sampler, loader.batch_sampler))):
+        return False
+    return loader.num_workers > 0 or (_stored(loader.dataset) and loader.collate_fn in (default_collate, default_convert))
+
+
+def _known(sampler: Any) -> bool:
+    """Whether it is torch's or ours, which make their order when the epoch begins."""
+    return sampler is None or type(sampler).__module__.startswith(("torch.utils.data.", "nvalchemi."))
 
 
 def _stored(dataset: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, Sampler, Subset, TensorDataset
 
 from nvalchemi.data import AtomicData
 from nvalchemi.data.datapipes import DataLoader as OwnLoader
@@ -22,6 +22,11 @@ class Drawing(Dataset):
         return torch.randn(2)
 
 
+class Own(Sampler):
+    def __iter__(self):
+        return iter(torch.randint(4, (1,)).tolist() for _ in range(4))
+
+
 class Quiet(Drawing):
     draws_nothing = True
 
@@ -38,6 +43,11 @@ class Quiet(Drawing):
         (DataLoader(Drawing()), False),
         (DataLoader(Subset(Drawing(), [0])), False),
         (DataLoader(Quiet(), collate_fn=lambda items: items), True),  # as it says
+        (DataLoader(STORED, sampler=Own()), False),
+        (DataLoader(STORED, sampler=Own(), num_workers=1), False),  # samplers stay in this process
+        (DataLoader(STORED, batch_sampler=Own()), False),
+        (DataLoader(Quiet(), sampler=Own()), True),
+        (DataLoader(STORED, sampler=DistributedSampler(STORED, 2, 0)), True),
         (DataLoader(Drawing(), num_workers=1), True),  # a stream of its own
         (iter([1]), False),
     ],
