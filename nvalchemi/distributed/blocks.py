@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nvalchemi.distributed.bare import call_bare, detour
+from nvalchemi.distributed.bare import call_bare, class_name, detour
 from nvalchemi.distributed.tensors import is_sharded_tensor
+from nvalchemi.errors import ConfigError
 
 if TYPE_CHECKING:
     from nvalchemi.distributed.gathered import Place
@@ -228,6 +229,19 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
     shape: list[Any] = []
 
     def block(parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        if shape:
+            return run(parameters, inputs)
+        with torch.enable_grad():  # nothing given requires a gradient, so whatever comes out with one read something else
+            tensors = run(parameters, [x.detach() for x in inputs])
+        if any(y.requires_grad for y in tensors):
+            raise ConfigError(
+                f"{class_name(module)} reads a tensor that requires a gradient and is no argument of it, where it is sharded by itself",
+                found="an attribute, the inside of an object, or a parameter that is not sharded",
+                fix="give it as an argument, or choose parts that hold both what sets it and what reads it",
+            )
+        return tensors
+
+    def run(parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         values = list(flat)
         for i, tensor in zip(where, inputs, strict=True):
             values[i] = tensor

@@ -17,7 +17,10 @@ from nvalchemi.errors import TrainingError
 GRACE = 2.0  # seconds in which ranks that fail together hear of each other
 LIMIT = 3.0  # seconds beyond that for a store that does not answer: the process that holds it may hang
 
-_BROKEN = re.compile(r"gloo/|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|Timed out waiting|[Pp]rocess group")
+_BROKEN = re.compile(
+    r"gloo/|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|Timed out waiting|Application timeout|[Pp]rocess group"
+)
+_CUT = re.compile(r"Timed out waiting|Application timeout|[Cc]onnection (was )?closed")
 
 
 @dataclass
@@ -71,7 +74,7 @@ def tell(error: BaseException, run: int, manager: Manager) -> None:
             found=f"no word from rank {', '.join(map(str, silent))}: its process is gone, or hangs",
             fix='start again with resume_from="latest"; torchrun --max-restarts does so by itself',
         ) from error
-    if broken and "Timed out" in str(error):
+    if broken and _CUT.search(str(error)):
         raise TrainingError(
             "the ranks waited in vain for each other, each in a collective that the others did not enter",
             needed="as many calls of the models on each rank, in the same order, where they are sharded or replicated",

@@ -37,10 +37,10 @@ def whole_reads(nets: Mapping[str, nn.Module]) -> Iterator[None]:
             raise _reader(error, nets) from error
         if "setStorage" in str(error) and _FREED in str(error):
             raise ConfigError(
-                "a part of a sharded model was called by itself, and a gradient of what it gave is differentiated again",
+                "a sharded model was called where it could not be seen that its gradient is differentiated again",
                 found=f"model '{next(iter(nets))}'" if len(nets) == 1 else f"one of the models {', '.join(nets)}",
-                needed="calls of the model itself, whose forward calls its parts",
-                fix="write what is computed into the model's forward, and call model(...)",
+                needed="calls of the model itself, model(...), whose forward calls its parts; and tensors as arguments, not inside objects",
+                fix="write what is computed into the model's forward, and hand it the tensors alone, or in tuples, lists and dicts",
             ) from error
         raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -248,6 +249,45 @@ def alone(manager: Any) -> str:
     model = Energy(chain()).double()
     try:
         train(manager, model, loss=scores_of_a_part)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+class Conditioned(nn.Linear):
+    """Reads what somebody else has put into an attribute."""
+
+    given: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.given
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, WIDTH), Conditioned(WIDTH, 1)
+
+    def forward(self, x: Any) -> Tensor:
+        x = x if isinstance(x, Tensor) else x.inside
+        self.last.given = torch.tanh(self.first(x))[:, :1]
+        return self.last(torch.tanh(self.first(x)))
+
+
+def hidden(manager: Any, where: str) -> str:
+    """A tensor that is differentiated by reaches a part, or the network, past its arguments."""
+    torch.manual_seed(0)
+    model = Energy(Hides()).double()
+
+    def loss(found: Any, batch: Tensor) -> Tensor:
+        if where == "attribute":
+            return scores(model, batch)
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(SimpleNamespace(inside=x)).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    try:
+        train(manager, model, loss=loss, wrap=nn.Linear if where == "attribute" else None)
     except ConfigError as error:
         return str(error)
     return "nothing"

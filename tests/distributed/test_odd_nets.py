@@ -46,7 +46,14 @@ def test_an_energy_may_call_parts_of_its_network(ranks, each):
 
 def test_a_part_that_is_called_by_somebody_else_and_differentiated_twice(ranks):
     for found in ranks.call(f"{CASES}:alone"):
-        assert "called by itself" in found and "model 'model'" in found
+        assert "it could not be seen" in found and "model 'model'" in found and "model(...)" in found
+
+
+def test_tensors_that_reach_a_part_past_its_arguments_lose_no_gradient_in_silence(ranks):
+    for found in ranks.call(f"{CASES}:hidden", "attribute"):
+        assert found.startswith("Conditioned reads a tensor that requires a gradient and is no argument")
+    for found in ranks.call(f"{CASES}:hidden", "object"):
+        assert "not inside objects" in found
 
 
 def test_ranks_that_call_a_model_unlike_often_are_told_when_their_time_is_over(ranks):
