@@ -28,7 +28,7 @@ def has_checkpoints(place: Path | str) -> bool:
         return any(Path(place).glob("step-*"))
     from nvalchemi.training.storage import storage  # slow to import
 
-    return bool(storage(place).folders())
+    return bool(storage(place).appeared())
 
 
 class RunDir:

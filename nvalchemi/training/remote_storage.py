@@ -46,6 +46,10 @@ class Remote(Storage):
         """See the base class; without those that this process is still writing."""
         return [name for name in super().folders() if self.place / name not in _open]
 
+    def appeared(self) -> list[str]:
+        """See the base class; without what a broken save left."""
+        return [folder for folder in self.folders() if self.size(f"{folder}/{MANIFEST}") is not None]
+
     def read(self, name: str) -> bytes | None:
         """See the base class."""
         try:
@@ -84,10 +88,9 @@ class Remote(Storage):
 
     def begin(self, step: int) -> str:
         """See the base class."""
-        for folder in self.folders():
-            if self.size(f"{folder}/{MANIFEST}") is None:
-                logger.warning("removed %s, left by a save that did not finish", self.place / folder)
-                self.discard(folder)
+        for folder in sorted(set(self.folders()) - set(self.appeared())):
+            logger.warning("removed %s, left by a save that did not finish", self.place / folder)
+            self.discard(folder)
         draft = self.free_name(step)
         _open.add(self.place / draft)
         return draft

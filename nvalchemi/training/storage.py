@@ -111,6 +111,10 @@ class Storage(ABC):
         """Of what may be checkpoints, by their names."""
         return [name for name in self.names() if name.startswith("step-")]
 
+    def appeared(self) -> list[str]:
+        """Names of the folders of checkpoints that were once whole; each of them is somebody's, damaged or not."""
+        return self.folders()
+
     def tensors(self, name: str) -> TensorFile:
         """A file of tensors, of which is read what is asked for."""
         return TensorFile(self.place / name)

@@ -117,6 +117,14 @@ def test_b62_a_torn_one_is_passed_over_then_cleared_away(place, caplog):
     assert storage(place).names() == [f"step-0000000{step}" for step in (2, 4, 6, 7)]
 
 
+def test_b62_a_run_that_was_killed_in_its_first_save_starts_afresh(place):
+    run(place, steps=2)
+    fs, root = fsspec.core.url_to_fs(place)
+    fs.rm_file(f"{root}/step-00000002/manifest.json")
+    assert run(place, steps=4, resume_from="latest").progress.samples == 16
+    assert steps(place) == [2, 4]
+
+
 @pytest.mark.parametrize("name", ["shared.pt", "rank-00000.pt", "index.json", "shared-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("kind", ["cut", "gone", "one bit"])
 def test_a_damaged_newest_is_passed_over_and_named(place, caplog, name, kind):

@@ -98,7 +98,7 @@ class CheckpointHook(PeriodicHook):
     def look(self, ctx: TrainContext) -> None:
         """A run that starts afresh must not mix its checkpoints with another's, nor delete those."""
         assert self.checkpoint_dir is not None
-        present = storage(self.checkpoint_dir).folders()
+        present = storage(self.checkpoint_dir).appeared()
         if present and ctx.progress.samples == 0:
             raise ConfigError(
                 f"{self.checkpoint_dir} holds the checkpoints of another run, and this one starts afresh",

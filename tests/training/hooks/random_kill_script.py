@@ -25,9 +25,10 @@ from nvalchemi.distributed import SingleProcess
 from nvalchemi.distributed.tensors import full
 from nvalchemi.training import Every, OptimizerConfig, TrainingStrategy, ValidationConfig, checkpoint
 from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, FSDP2Hook, GradientClipHook, MetricsHook, SpikeHook
+from tests.distributed import bucket  # noqa: F401 - the kind of address
 from tests.training.hooks.kill_script import import_everything
 
-KINDS = {"one": (1, None), "ddp": (2, DDPHook), "fsdp2": (2, FSDP2Hook)}
+KINDS = {"one": (1, None), "ddp": (2, DDPHook), "fsdp2": (2, FSDP2Hook), "in a store": (2, DDPHook)}
 STEPS = 30
 LIMIT = 60.0  # seconds after which a rank that is left alone is said to hang
 
@@ -51,7 +52,12 @@ def train(folder, kind, behind, rank):
     random.seed(0)
     manager = SingleProcess(torch.device("cpu"), rank, rank, ranks, ranks > 1)
     hooks = [
-        CheckpointHook(folder / "checkpoints", Every(steps=2), keep_last=2, async_save=behind),
+        CheckpointHook(
+            f"bucket://{folder}/checkpoints" if kind == "in a store" else folder / "checkpoints",
+            Every(steps=2),
+            keep_last=2,
+            async_save=behind,
+        ),
         EMAHook(0.9),
         GradientClipHook(1.0),
         SpikeHook(factor=3.0, window=6),

@@ -49,7 +49,7 @@ def said(folder):
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_ten_random_instants(tmp_path, kind):
-    """Thirty in all; ``python -m tests.training.hooks.random_kill_script FOLDER KIND 30`` takes as many of one kind."""
+    """Ten of each kind; ``python -m tests.training.hooks.random_kill_script FOLDER KIND 30`` takes as many of one kind."""
     check(tmp_path, kind, 10, 600)
 
 
