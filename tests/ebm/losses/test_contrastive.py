@@ -179,6 +179,20 @@ def test_persistent_chains_go_on():
     assert float((after - stored.roll(1, 0)).norm(dim=1).mean()) > float(near.mean())
 
 
+def test_a_failed_start_of_the_chains_is_an_error():
+    """And leaves no half-made buffer behind: the next call begins anew."""
+    x = torch.randn(4, 2, generator=seeded())
+    loss_fn = divergence(persistent=True, buffer_size=6, init_steps=2)
+    weight = next(loss_fn.model.parameters()).detach()
+    good = weight.clone()
+    weight.fill_(torch.nan)
+    with pytest.raises(TrainingError, match="left the finite numbers"):
+        loss_fn(x, generator=seeded())
+    assert not loss_fn.replay_buffer.is_initialized
+    weight.copy_(good)
+    assert bool(torch.isfinite(loss_fn(x, generator=seeded())[1]).all())
+
+
 def test_a_buffer_smaller_than_the_batch():
     x = torch.randn(8, 2, generator=seeded())
     loss_fn = divergence(persistent=True, buffer_size=3, init_steps=0)
