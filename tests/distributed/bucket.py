@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -27,6 +29,12 @@ class Bucket(LocalFileSystem):
     ) -> Any:  # as s3fs has it
         assert version_id is None
         return super().cat_file(path, start=start, end=end)
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        """An object is there whole or not at all, also to who looks while it is being written."""
+        part = Path(f"{path}.{os.getpid()}")
+        part.write_bytes(value)
+        os.replace(part, path)
 
     def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
         assert not rpath.endswith(".safetensors"), "a file of tensors is read by parts"
