@@ -55,15 +55,17 @@ def is_redirected(module: nn.Module) -> bool:
     return _CALL in module.__dict__
 
 
-def follow_gradients(net: nn.Module) -> None:
+def follow_gradients(net: nn.Module) -> bool:
     """Let calls of a sharded network with an input that requires a gradient be differentiable to any order, from now on.
 
     Such a call goes through `gathered`; every other one through the hooks of ``fully_shard``. Nothing is done to a network that is not
-    sharded, and nothing the second time.
+    sharded, and nothing the second time; what is given says whether something was.
     """
-    if not isinstance(net, _Follows) and _CALL not in net.__dict__ and is_sharded(net):
-        cls: Any = type(net)
-        net.__class__ = _following(cls)
+    if isinstance(net, _Follows) or _CALL in net.__dict__ or not is_sharded(net):
+        return False
+    cls: Any = type(net)
+    net.__class__ = _following(cls)
+    return True
 
 
 def following(net: nn.Module, inputs: Any) -> AbstractContextManager[None]:

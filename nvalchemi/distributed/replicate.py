@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nvalchemi.distributed.blocks import is_sharded
 from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.targets import Target
-from nvalchemi.errors import TrainingError
+from nvalchemi.errors import ConfigError, TrainingError
 
 CommHook = Callable[[Any, Any], Any]
 
@@ -59,7 +60,7 @@ class Replicas:
         self.wrapped: list[DistributedDataParallel] = []
         self._watched: list[Any] = []
         state, hook = comm_hook if isinstance(comm_hook, tuple) else (None, comm_hook)
-        for target in [Target(models, name) for name in names]:  # all are checked before the first is wrapped
+        for target in [_whole(Target(models, name), name) for name in names]:  # all are checked before the first is wrapped
             replica = DistributedDataParallel(target.original, **options)
             if hook is not None:
                 replica.register_comm_hook(state, hook)
@@ -171,3 +172,12 @@ def _without_gradient(replica: DistributedDataParallel, said: str) -> list[str]:
     names = [name for name, parameter in replica.module.named_parameters() if parameter.requires_grad]
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
     return [names[int(number)] for number in numbers[1].split()] if numbers else [said]
+
+
+def _whole(target: Target, name: str) -> Target:
+    if is_sharded(target.original):
+        raise ConfigError(
+            f"model '{name}' is sharded, so it cannot be replicated",
+            fix="go on with FSDP2Hook(), or load full_state(model, manager) of rank 0, or a checkpoint, into a model made anew",
+        )
+    return target

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
-from nvalchemi.distributed.blocks import following
+from nvalchemi.distributed.blocks import follow_gradients, following, is_unit
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf
@@ -54,6 +54,8 @@ class EnergyModel(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; where the network is sharded, so that gradients can be taken of what it gives, to any order."""
         net = self._modules.get(self.distributed_part)  # a known function has none
+        if is_unit(self):  # its user has sharded the energy itself
+            return self(*args, **kwargs) if follow_gradients(self) else super().__call__(*args, **kwargs)
         if net is None:
             return super().__call__(*args, **kwargs)
         with following(net, [x.positions if isinstance(x, Batch) else x for x in (*args, *kwargs.values())]):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
-from nvalchemi.distributed.blocks import follow_gradients, is_sharded_in_blocks
+from nvalchemi.distributed.blocks import follow_gradients, is_sharded_in_blocks, is_unit
 from nvalchemi.distributed.recompute import is_recomputed
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.derivatives import per_volume
@@ -231,6 +231,11 @@ class InteratomicPotential(EnergyModel):
 
     def _energy_and_gradient(self, batch: Batch, graph: bool) -> tuple[Tensor, Tensor, Edges]:
         """Energies (B,), their gradient with respect to the edges' vectors (E, 3), and the edges."""
+        if is_unit(self):
+            raise ConfigError(
+                "fully_shard was called on the potential, whose forces are computed from its net",
+                fix="call fully_shard(model.net), and on the layers in it",
+            )
         follows = graph and batch.positions.requires_grad
         follow_gradients(self.net)
         # A derivative written by hand has one precision, and needs all weights and activations at once: under autocast, and where blocks

@@ -16,7 +16,7 @@ from nvalchemi.ebm.losses import DenoisingScoreMatching
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, MLPEnergy
 from nvalchemi.training import Hook, OptimizerConfig, Order, TrainingStage, TrainingStrategy, ValidationConfig, on
-from nvalchemi.training.hooks import EarlyStopHook, EMAHook, FSDP2Hook, GradientClipHook, MixedPrecisionHook, SpikeHook
+from nvalchemi.training.hooks import DDPHook, EarlyStopHook, EMAHook, FSDP2Hook, GradientClipHook, MixedPrecisionHook, SpikeHook
 from tests.distributed.ddp_cases import own
 
 DIM = 3
@@ -420,6 +420,36 @@ def not_initialised(manager: Any) -> str:
     except ConfigError as error:
         return str(error)
     return "nothing"
+
+
+def replicated_after(manager: Any) -> str:
+    """A sharded model is given to DDPHook."""
+    model = run(manager, steps=1)["model"]
+    try:
+        TrainingStrategy(
+            models=model,
+            optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.1}),
+            loss_fn=squares,
+            training_fn=first,
+            num_steps=1,
+            distributed_manager=manager,
+            hooks=[DDPHook()],
+        ).run(own([rows(4, 0)], manager))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def copied(manager: Any) -> list[Tensor]:
+    """The average of a sharded model, in a plain one; and in the model itself."""
+    ema = EMAHook(0.5)
+    found = run(manager, hooks=[ema], steps=3)
+    alone = tower()
+    ema.copy_to(alone)
+    ema.copy_to(found["model"])
+    pairs = zip(alone.parameters(), found["model"].parameters(), strict=True)
+    assert all(torch.equal(p, full(q)) for p, q in pairs)
+    return [p.detach() for p in alone.parameters()]
 
 
 def within_unsharded(manager: Any) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvalchemi.data import AtomicData, Batch
 from nvalchemi.distributed import full_state, unsharded
 from nvalchemi.distributed.tensors import full, is_sharded_tensor
 from nvalchemi.ebm.losses import DenoisingScoreMatching, EquilibriumMatching, ScoreMatching, SlicedScoreMatching
 from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics, NoUTurnSampler
-from nvalchemi.models import EnergyModel, MLPEnergy
+from nvalchemi.errors import ConfigError
+from nvalchemi.models import EnergyModel, InteratomicPotential, MLPEnergy, PaiNN
 from nvalchemi.training.hooks import update_ema
 
 DIM = 3
@@ -81,6 +83,42 @@ def loop(manager: Any, name: str, folder: str) -> dict[str, Any]:
         result["restored"] = all(torch.equal(full(v), kept[k]) for k, v in fresh.state_dict().items())
         assert any(Path(folder).iterdir())
     return result
+
+
+def whole_energy(manager: Any, layers: bool) -> list[float]:
+    """``fully_shard`` on the energy itself, with its layers or not, in place of its network; then samples of it, and its state."""
+    from torch.distributed.fsdp import fully_shard
+
+    whole, model = energy(), energy()
+    if layers:
+        for layer in (model.net[0], model.net[-1]):
+            fully_shard(layer)
+    fully_shard(model)
+    x = torch.randn(4 * manager.world_size, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(2):
+        ScoreMatching(whole)(x).backward()
+        ScoreMatching(model)(x.chunk(manager.world_size)[manager.rank]).backward()
+    pairs = list(zip(model.parameters(), whole.parameters(), strict=True))
+    errors = [float((full(p.grad) - q.grad).abs().max()) for p, q in pairs if p.grad is not None and q.grad is not None]
+    assert len(errors) >= len(pairs) - 1
+    errors.append(float((model(x) - whole(x)).abs().max()))
+    found = [LangevinDynamics(m, 0.01).sample(x, n_steps=3, generator=torch.Generator().manual_seed(1)) for m in (whole, model)]
+    with unsharded(model):
+        errors += [float((model(x) - whole(x)).abs().max()), float((model.gradient(x) - whole.gradient(x)).abs().max())]
+    return [*errors, float((found[0] - found[1]).abs().max())]
+
+
+def whole_potential(manager: Any) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = InteratomicPotential(PaiNN(["H"], n_features=4, n_interactions=1, cutoff=3.0))
+    fully_shard(model)
+    atoms = AtomicData(positions=torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.9]]), atomic_numbers=torch.tensor([1, 1]))
+    try:
+        model.predict(Batch.from_data_list([atoms]), ("energy", "forces"))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
 
 
 def samples(manager: Any) -> dict[str, Any]:

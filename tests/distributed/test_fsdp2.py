@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nvalchemi.distributed import single_process
+from nvalchemi.errors import ConfigError
 from nvalchemi.models.painn import PaiNNLayer
+from nvalchemi.training.hooks import FSDP2Hook
 from tests.distributed import fsdp_cases as cases
 from tests.distributed.ddp_cases import crystals
 from tests.distributed.ebm_loss_cases import ATOMS, SHARES, by_hand
@@ -202,6 +204,33 @@ def test_optimizers_of_whole_matrices_step_rightly_or_are_refused_before_the_fir
 def test_a_module_without_first_weights_is_named_as_its_author_did(ranks):
     for found in ranks.call(f"{CASES}:not_initialised"):
         assert "net.head.0 (Unset)" in found and "meta_init" in found
+
+
+def test_a_sharded_model_is_not_replicated(ranks):
+    for found in ranks.call(f"{CASES}:replicated_after"):
+        assert "model 'model' is sharded, so it cannot be replicated" in found and "FSDP2Hook()" in found
+
+
+def test_an_average_of_shards_is_copied_to_a_plain_model(ranks):
+    wanted = cases.copied(ALONE)
+    for got in ranks.call(f"{CASES}:copied"):
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": 3},
+        {"reshard_after_forward": "yes"},
+        {"cpu_offload": "yes"},
+        {"meta_init": 3},
+        {"shard": 0},
+        {"param_dtype": "bf16"},
+    ],
+)
+def test_wrong_settings_are_told_where_they_are_given(options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} is wrong; found: "):
+        FSDP2Hook(**options)
 
 
 def test_training_where_the_model_is_gathered_is_told(ranks):

@@ -28,6 +28,16 @@ def test_chains_move_on_shards_as_on_the_whole(ranks):
         assert got["left"] == []
 
 
+@pytest.mark.parametrize("layers", [False, True])
+def test_an_energy_that_is_sharded_itself(ranks, layers):
+    assert max(max(errors) for errors in ranks.call(f"{CASES}:whole_energy", layers)) < 1e-12
+
+
+def test_a_potential_that_is_sharded_itself_is_told(ranks):
+    for said in ranks.call(f"{CASES}:whole_potential"):
+        assert "fully_shard(model.net)" in said
+
+
 def test_memory_after_sharding(ranks):
     first, second = ranks.call(f"{CASES}:from_meta")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

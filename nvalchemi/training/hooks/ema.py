@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.distributed.tensors import is_sharded_tensor, local
+from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training.chosen import chosen_models
 from nvalchemi.training.hook import Hook, around, on
@@ -156,8 +156,13 @@ class EMAHook(Hook):
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in averaged.items()}
 
     def copy_to(self, model: nn.Module, name: str | None = None, decay: float | None = None) -> None:
-        """Load the averaged weights of model ``name`` into ``model``, a plain model of the same kind."""
-        model.load_state_dict(self.weights(name, decay))
+        """Load the averaged weights of model ``name`` into ``model``, of the same kind: one that is sharded like it, or a plain one.
+
+        Sharded averages are gathered for a plain model, so all ranks must call.
+        """
+        sharded = any(map(is_sharded_tensor, model.state_dict().values()))
+        weights = self.weights(name, decay)
+        model.load_state_dict(weights if sharded else {k: full(v) if isinstance(v, Tensor) else v for k, v in weights.items()})
 
     def _single(self) -> str:
         if len(self._models) != 1:

@@ -105,6 +105,15 @@ class FSDP2Hook(DataParallelHook):
         ranks: Any = shard
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise ConfigError("shard is wrong", found=repr(shard), needed="a number of ranks, or None for all")
+        others: dict[str, tuple[Any, bool, str]] = {
+            "mesh": (mesh, mesh is None or hasattr(mesh, "mesh_dim_names"), "a torch DeviceMesh, or None"),
+            "reshard_after_forward": (reshard_after_forward, isinstance(reshard_after_forward, int | None), "True, False, a number of ranks, or None"),
+            "cpu_offload": (cpu_offload, isinstance(cpu_offload, bool), "True or False"),
+            "meta_init": (meta_init, meta_init is None or callable(meta_init), "a function of a module, or None"),
+        }  # fmt: skip
+        for name, (given, right, needed) in others.items():
+            if not right:
+                raise ConfigError(f"{name} is wrong", found=repr(given), needed=needed)
         self.meta_init = meta_init
         self.sharding = Sharding(shard, mesh, wrap, reshard_after_forward, param_dtype, reduce_dtype, output_dtype, cpu_offload)
         self._shards: Shards | None = None
