@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from nvalchemi.errors import ConfigError
 
@@ -12,7 +13,6 @@ Wrap = int | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module],
 """How a network is divided: see `units`."""
 
 SHARE = 0.25  # by default a part that holds more of all parameters than this is divided further, where it can be
-READERS = (nn.MultiheadAttention,)  # read weights of the layers inside them without calling these: no part can begin there
 LEAST = 0.001  # and one that holds less stays with what is around it: a collective of its own would cost more than it saves
 
 
@@ -27,7 +27,8 @@ def units(net: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
         A class or several: each module of such a class. A whole number: the smallest parts with at least so many parameters outside the
         parts within. A function: each module for which it is true. ``None``: the largest parts that hold at most a quarter of all
         parameters, or cannot be divided, and at least a thousandth. Parameters outside all parts are the network's own, which is a part
-        as well. Layers inside an ``nn.MultiheadAttention`` are never parts by themselves: it reads their weights without calling them.
+        as well. What is inside an ``nn.MultiheadAttention``, or a layer with a parametrization (such as spectral norm), is never a part by itself:
+        weights in there are read without a call.
 
     Raises
     ------
@@ -77,13 +78,13 @@ def _divided(net: nn.Module) -> Iterator[nn.Module]:
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             share = count(child) / max(total, 1)
-            inside = any(_holds(part) for part in child.children()) and not isinstance(child, READERS)
+            inside = any(_holds(part) for part in child.children()) and not _reads(child)
             if inside and (share > SHARE or not _is_called(child)):
                 yield from visit(child)
             elif share >= LEAST and _is_called(child) and not (inside is False and share > 1 - LEAST):
                 yield child
 
-    return iter(()) if isinstance(net, READERS) else visit(net)
+    return iter(()) if _reads(net) else visit(net)
 
 
 def _at_least(net: nn.Module, least: int) -> list[nn.Module]:
@@ -117,9 +118,14 @@ def count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def _reads(module: nn.Module) -> bool:
+    """Whether it reads weights of what is inside it without calling that: no part can begin there."""
+    return isinstance(module, nn.MultiheadAttention) or is_parametrized(module)
+
+
 def _closed(net: nn.Module) -> set[int]:
     """What lies inside modules that read the weights of their layers."""
-    return {id(m) for reader in net.modules() if isinstance(reader, READERS) for m in reader.modules() if m is not reader}
+    return {id(m) for reader in net.modules() if _reads(reader) for m in reader.modules() if m is not reader}
 
 
 def _holds(module: nn.Module) -> bool:

@@ -186,7 +186,10 @@ def test_a_second_run_goes_on_with_the_sharded_model(ranks):
 def test_optimizers_of_torch_step_on_shards(ranks, kind):
     wanted = cases.optimised(ALONE, kind)
     for got in ranks.call(f"{CASES}:optimised", kind):
-        assert_close(got, wanted)
+        if kind == "Rprop" and isinstance(got, str):  # an older torch
+            assert "cannot step on sharded parameters; found: Rprop" in got
+        else:
+            assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
