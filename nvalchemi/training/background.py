@@ -111,6 +111,7 @@ class PendingSave:
         self._draft = begun.expect(files.bytes)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
+        self._all_done = self._there = False  # whether every rank has done with its part, and whether there is a checkpoint now
         self._future = thread.submit(self._run)
 
     def settle(self) -> None:
@@ -168,8 +169,9 @@ class PendingSave:
                 self._appear()
         except Exception as error:  # noqa: BLE001 - raised where the main thread settles
             self._error = error
-            if rank == 0:
-                self._wait_for_notes()
+            if rank == 0 and not self._there:
+                if not self._all_done:  # or they would go on writing to what is removed
+                    self._wait_for_notes()
                 self._draft.discard()
 
     def _write(self, rank: int) -> None:
@@ -186,6 +188,7 @@ class PendingSave:
     def _appear(self) -> None:
         with refusals_of_the_disk(self._directory):
             self._draft.finish(self._manifest, self._notes_of_all())
+            self._there = True
             self._after()
 
     def _notes_of_all(self) -> dict[str, Any]:
@@ -196,6 +199,7 @@ class PendingSave:
                 "a rank has not written its part of the checkpoint, or rank 0 does not see it",
                 needed=f"{self._draft.place / absent}, in a folder that all ranks see",
             )
+        self._all_done = True
         entries: dict[str, Any] = {}
         for rank in range(self._manager.world_size):
             note = self._draft.take(note_of(rank))

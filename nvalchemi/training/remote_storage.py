@@ -149,9 +149,10 @@ class Remote(Storage):
         return draft
 
     def discard(self, draft: str) -> None:
-        """See the base class."""
+        """See the base class; what has its manifest is a checkpoint, whatever failed after that."""
         try:
-            self._remove_all(draft)
+            if self.size(f"{draft}/{MANIFEST}") is None:
+                self._remove_all(draft)
         except CheckpointError as error:  # the next save tries again; without a manifest it is no checkpoint
             logger.warning("%s", error)
         _open.discard(self.place / draft)

@@ -11,6 +11,7 @@ from nvalchemi.testing import state_differences
 from nvalchemi.training import Every, TrainingStage, checkpoint, layout, on, reading
 from nvalchemi.training.background import HostCopies
 from nvalchemi.training.hooks import CheckpointHook, EMAHook
+from nvalchemi.training.remote_storage import Remote
 from nvalchemi.training.shards import placed
 from nvalchemi.training.storage import Disk
 from tests.training.hooks.runs import batches, network, strategy
@@ -98,6 +99,33 @@ def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, monkeypatch
     assert seen[-1] == surfaces
     assert [c.step for c in layout.list_checkpoints(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_that_cannot_appear_is_told_at_once(tmp_path, monkeypatch):
+    """When every part is written, nobody's note is waited for again."""
+
+    def full(disk, *args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Disk, "appear", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_checkpoint_that_is_there_stays_where_an_old_one_cannot_be_removed(tmp_path, monkeypatch, remote):
+    def refuse(store, folder):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    for kind in (Disk, Remote):
+        monkeypatch.setattr(kind, "remove", refuse)
+    place = "memory://kept-although" if remote else tmp_path
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        run(place, keep_last=1)
+    assert [c.step for c in layout.list_checkpoints(place)] == [2, 4]
 
 
 def test_weights_that_are_not_finite_push_nothing_out(tmp_path):
