@@ -146,8 +146,20 @@ class ContrastiveDivergence(ScalarEnergyLoss):
             Where noise comes from.
         conditions
             Those of the batch, by name, (batch, ...) each: chain i has those of row i, counted round and round.
+
+        Raises
+        ------
+        ConfigError
+            For anything else, such as a shape.
         """
         buffer = self._buffer()
+        if not isinstance(x, Tensor | Batch):
+            raise ConfigError(
+                "persistent chains begin like a batch of data",
+                found=repr(x),
+                needed="a tensor (batch, ...), or structures",
+                fix="initialize_buffer(torch.empty(1, *shape)) where only the shape of a sample is known; the first call does it by itself",
+            )
         which = torch.arange(buffer.size) % max(len(x), 1)
         told = {name: value[which.to(value.device)] for name, value in repeated(conditions or {}, len(x), 1).items()}
         if isinstance(x, Batch):

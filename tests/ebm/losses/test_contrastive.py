@@ -235,6 +235,14 @@ def test_chains_that_are_missing_are_told():
         plain.initialize_buffer(torch.zeros(2, 2))
 
 
+def test_chains_of_a_shape_alone():
+    kept = divergence(persistent=True, buffer_size=4)
+    with pytest.raises(ConfigError, match=r"begin like a batch.*found: \(2,\).*torch.empty\(1, \*shape\)"):
+        kept.initialize_buffer((2,))
+    kept.initialize_buffer(torch.empty(1, 2), seeded())
+    assert kept.replay_buffer.samples.shape == (4, 2) and kept.replay_buffer.samples.std() > 0
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_is_left_behind(name):
     """B100: works in and out of no_grad; modes, flags, gradients and torch's own random stream are as they were."""
