@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nvalchemi.distributed.alike import make_alike
 from nvalchemi.distributed.replicate import CommHook, Replicas
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.data_parallel import DataParallelHook
@@ -81,6 +82,7 @@ class DDPHook(DataParallelHook):
             raise ConfigError("the process group of DDPHook leaves ranks out", needed=f"all {manager.world_size} ranks, in order")
         self.divide(ctx)
         self._replicas = Replicas(ctx.models, self.names(ctx), self.comm_hook, process_group=self.process_group, **self.options)
+        make_alike(ctx.models, self._replicas.wrapped, manager)
 
     @around(TrainingSpan.MICROBATCH)
     def hold_back(self, ctx: TrainContext) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nvalchemi.distributed.alike import make_alike
 from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import as_launched
 from nvalchemi.distributed.targets import Target
@@ -105,6 +106,7 @@ class DeepSpeedHook(DataParallelHook):
         self.divide(ctx)
         for tensor in (*self._target.original.parameters(), *self._target.original.buffers()):
             tensor.data.copy_(broadcast(tensor.data, ctx.manager))
+        make_alike(ctx.models, [self._target.original], ctx.manager)
 
     @on(TrainingStage.BUILT)
     def start(self, ctx: TrainContext) -> None:

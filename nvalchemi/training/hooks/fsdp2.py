@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvalchemi.distributed.alike import make_alike
 from nvalchemi.distributed.blocks import is_redirected
 from nvalchemi.distributed.meta import Initialise
 from nvalchemi.distributed.shard import Sharding, Shards
@@ -134,6 +135,7 @@ class FSDP2Hook(DataParallelHook):
         self._shards = Shards(
             ctx.models, names, self.sharding, ctx.manager, derive_seed(ctx.cursor.seed, "weights"), self.meta_init
         )
+        make_alike(ctx.models, self._shards.nets, ctx.manager)
         ctx.calls_communicate = True
 
     @on(TrainingStage.BUILT)
