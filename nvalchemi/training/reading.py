@@ -67,7 +67,7 @@ def at_path(place: str | PathLike[str]) -> layout.SavedCheckpoint:
             )
         raise CheckpointError(
             f"there is no whole checkpoint in {store.place}",
-            found=", ".join(store.names()) or "nothing in it",
+            found=", ".join(store.names()) or "an empty folder",
             fix='give the folder of a CheckpointHook, or resume_from="latest" to start afresh where there is nothing yet',
         )
     return saved

@@ -255,7 +255,7 @@ def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
     model = energy()
     loss_fn = matching(model, sigma=0.0, cd_trim_fraction=0.3, **POOLED[name])
     generators = [torch.Generator().manual_seed(derive_seed(SEED, "rank", rank)) for rank in range(2)]
-    negatives, draw = loss_fn.negatives, loss_fn.paths.draw
+    chains, draw = loss_fn._chains, loss_fn.paths.draw
 
     def parts(x: torch.Tensor) -> Any:
         return zip(x.split([share[step] for share in sizes]), generators, strict=True)
@@ -264,7 +264,7 @@ def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
         fields = [torch.cat(values) for values in list(zip(*points, strict=True))[:5]]
         return type(points[0])(*fields, None, {})
 
-    loss_fn.negatives = lambda x, x0, _: torch.cat([negatives(own, None, g) for own, g in parts(x)])
+    loss_fn._chains = lambda x, *_: (torch.cat([chains(own, None, g, {})[0] for own, g in parts(x)]), {})
     loss_fn.paths.draw = lambda x, _, conditions, together: joined([draw(own, g, conditions) for own, g in parts(x)])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     result: dict[str, Any] = {"gradients": [], "losses": []}
