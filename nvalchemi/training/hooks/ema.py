@@ -85,6 +85,13 @@ class EMAHook(Hook):
     def start(self, ctx: TrainContext) -> None:
         """Clone the weights, as wrapping and sharding left them."""
         names = chosen_models(ctx, self.models, "EMAHook averages")
+        empty = [f"{name}.{key}" for name in names for key, p in ctx.models[name].named_parameters() if p.numel() == 0]
+        if empty:
+            raise ConfigError(
+                "there is nothing to average: weights are empty on this rank",
+                found=", ".join(empty[:5]),
+                fix="an engine has divided them where no hook sees it; FSDP2Hook() divides weights that can be averaged",
+            )
         self.count = 0
         self._models = {name: ctx.models[name] for name in names}
         self._weights = [parameter for model in self._models.values() for parameter in model.parameters()]

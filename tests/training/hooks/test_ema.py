@@ -6,7 +6,18 @@ import torch
 from torch import nn
 
 from nvalchemi.errors import CheckpointError, ConfigError
-from nvalchemi.training import Every, OptimizerConfig, TrainingSpan, TrainingStage, ValidationConfig, around, checkpoint, on
+from nvalchemi.training import (
+    Every,
+    Hook,
+    OptimizerConfig,
+    Order,
+    TrainingSpan,
+    TrainingStage,
+    ValidationConfig,
+    around,
+    checkpoint,
+    on,
+)
 from nvalchemi.training.hooks import CheckpointHook, EMAHook, MixedPrecisionHook, update_ema
 from tests.training.hooks.runs import SGD, batches, linear, network, rows, strategy, weight_row
 
@@ -16,6 +27,21 @@ def by_hand(decay, values, start=0.0):
     for value in values:
         average = decay * average + (1 - decay) * value
     return average
+
+
+def test_weights_that_an_engine_has_taken_away_are_told():
+    class Empties(Hook):
+        """As an engine does that divides weights itself."""
+
+        order = Order.COMPUTE
+
+        @on(TrainingStage.BUILT)
+        def take(self, ctx):
+            for parameter in ctx.model.parameters():
+                parameter.data = torch.empty(0)
+
+    with pytest.raises(ConfigError, match="there is nothing to average: weights are empty"):
+        strategy(network(), [Empties(), EMAHook(0.9)]).run(batches())
 
 
 def test_b56_once_an_optimizer_step_not_a_micro_batch():
