@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvalchemi.data.address import where
@@ -119,17 +118,20 @@ class CheckpointHook(PeriodicHook):
                 found=", ".join(sorted(ctx.validation)) or "no metrics",
                 fix="name one of those as CheckpointHook(metric=...)",
             )
-        prune = partial(layout.prune, self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
         if self.async_save:
             self.settle()
             self._copies = self._copies or HostCopies()
             self._thread = self._thread or ThreadPoolExecutor(1, "nvalchemi-save")
-            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._plans, self._copies, self._thread, prune)
+            self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._plans, self._copies, self._thread, self._prune)
         else:
             checkpoint.save(ctx, self.checkpoint_dir, self._plans)
             if ctx.manager.rank == 0:
-                prune()
+                self._prune()
         self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
+
+    def _prune(self) -> None:
+        assert self.checkpoint_dir is not None
+        layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is there; all ranks must call.
@@ -168,6 +170,8 @@ class CheckpointHook(PeriodicHook):
         now = place(ctx.progress.state_dict())
         if ctx.progress.samples and (self._saved != now or self._scored != ctx.validation):
             self.act(ctx)
+        elif ctx.progress.samples and ctx.manager.rank == 0 and self._pending is None:
+            self._prune()  # a run that was killed between its last save and this
         self.settle()
 
     @around(TrainingSpan.RUN)

@@ -24,6 +24,21 @@ def read(path, *keys):
     return state
 
 
+def test_what_a_killed_run_could_not_delete_is_deleted_by_the_next(tmp_path, monkeypatch):
+    """It was killed when its last checkpoint had appeared, so that the run that goes on has nothing to save."""
+
+    def go_on():
+        hook = CheckpointHook(tmp_path, Every(steps=1), keep_last=2)
+        strategy(network(), [hook], num_steps=4, resume_from="latest").run(batches())
+
+    with monkeypatch.context() as killed:
+        killed.setattr(layout, "prune", lambda *args: None)
+        go_on()
+    assert [c.step for c in layout.list_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    go_on()
+    assert [c.step for c in layout.list_checkpoints(tmp_path)] == [3, 4]
+
+
 def test_by_steps_and_at_the_end(tmp_path):
     strategy(network(), [CheckpointHook(tmp_path, Every(steps=3), keep_last=None)], num_steps=7).run(batches())
     assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000007"]
