@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nvalchemi.distributed.collectives import broadcast, gather
 from nvalchemi.distributed.manager import Manager
@@ -16,8 +16,16 @@ from nvalchemi.errors import ConfigError
 
 
 @torch.no_grad()
+def give_to_all(tensors: Iterable[Tensor], manager: Manager) -> None:
+    """Give every rank rank 0's values, in place; all must call with as many tensors of the same forms."""
+    for tensor in tensors:
+        tensor.copy_(broadcast(tensor, manager))
+
+
 def make_alike(models: Mapping[str, nn.Module], parts: Iterable[nn.Module], manager: Manager) -> None:
-    """Give every rank rank 0's buffers and frozen parameters beside the wrapped ``parts``, and models that are not trained; all must call.
+    """Give every rank rank 0's models but for the ``parts`` that a wrapper looks after; all must call.
+
+    That is buffers and frozen parameters beside them, and models that are not trained.
 
     Raises
     ------
@@ -41,8 +49,7 @@ def make_alike(models: Mapping[str, nn.Module], parts: Iterable[nn.Module], mana
                 found=f"{first}: {forms[0].get(first, 'nothing')} on rank 0, {form.get(first, 'nothing')} on rank {rank}",
                 fix="make the models in the same way on every rank",
             )
-    for tensor in rest.values():
-        tensor.copy_(broadcast(tensor, manager))
+    give_to_all(rest.values(), manager)
 
 
 def _tensors(module: nn.Module) -> dict[str, Any]:

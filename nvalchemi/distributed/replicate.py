@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nvalchemi.distributed.alike import give_to_all
 from nvalchemi.distributed.blocks import is_sharded
-from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.targets import Target
 from nvalchemi.errors import ConfigError, TrainingError
@@ -112,13 +112,10 @@ class Replicas:
                 "all of them in it",
             ) from error
 
-    @torch.no_grad()
     def align_buffers(self, manager: Manager) -> None:
         """Give every rank the buffers (running means, counters) of rank 0, where they are rank 0's at each forward."""
         if self._sends_buffers:
-            for target in self.targets:
-                for buffer in target.original.buffers():
-                    buffer.copy_(broadcast(buffer, manager))
+            give_to_all((buffer for target in self.targets for buffer in target.original.buffers()), manager)
 
     @contextmanager
     def bare(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nvalchemi.distributed.alike import give_to_all
 from nvalchemi.distributed.blocks import follow_gradients, is_sharded, is_unit, reshard
-from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.meta import Initialise, is_on_meta, materialise
 from nvalchemi.distributed.reads import whole_reads
@@ -180,12 +180,9 @@ class Shards:
         """Inside, a shard that is read as if it were whole is an error that names its reader."""
         return whole_reads(dict(zip(self.names, self.nets, strict=True)))
 
-    @torch.no_grad()
     def align_buffers(self) -> None:
         """Give every rank the buffers (running means, counters) of rank 0."""
-        for net in self.nets:
-            for buffer in net.buffers():
-                buffer.copy_(broadcast(buffer, self._manager))
+        give_to_all((buffer for net in self.nets for buffer in net.buffers()), self._manager)
 
     def _note(self, net: nn.Module, arguments: Any) -> None:
         # Only the calls that go through the hooks of fully_shard come here; the others divide their gradients at once.
@@ -208,9 +205,7 @@ def _shard(net: nn.Module, parts: Sequence[nn.Module], options: dict[str, Any], 
     from torch.distributed.fsdp import fully_shard
 
     if not is_on_meta(net):
-        with torch.no_grad():  # each rank keeps its part of what must be one model
-            for tensor in chain(net.parameters(), net.buffers()):
-                tensor.copy_(broadcast(tensor.detach(), manager))
+        give_to_all(chain(net.parameters(), net.buffers()), manager)  # each rank keeps its part of what must be one model
     for part in (*parts, net):
         fully_shard(part, **options)
         if options["mesh"].device_type == "cpu":

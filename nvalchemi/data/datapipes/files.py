@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nvalchemi.data.address import sync
 from nvalchemi.data.datapipes.lock import KeyLock, Lock, PathLock
 from nvalchemi.errors import ConfigError, DataError
 
@@ -181,7 +182,7 @@ class LocalFiles(Files):
         # Contents before names: else a power cut could leave a name on an empty file, and the old file gone. All contents
         # first: the file system then writes its journal once, not once a file.
         for temporary, _ in self._waiting:
-            _sync(temporary)
+            sync(temporary)
         folders: set[Path] = set()
         for temporary, path in self._waiting:
             folders.update(_make_folder(path.parent))
@@ -192,7 +193,7 @@ class LocalFiles(Files):
         self._waiting.clear()
         for folder in folders:
             with contextlib.suppress(OSError):  # a file system on which folders cannot be synced
-                _sync(folder)
+                sync(folder)
 
     def discard(self) -> None:
         for temporary, _ in self._waiting:
@@ -213,14 +214,6 @@ def _make_folder(folder: Path) -> list[Path]:
         changed.append(parent)
     folder.mkdir(parents=True, exist_ok=True)
     return changed
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class _ZarrBlob(Blob):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from nvalchemi.distributed.alike import make_alike
-from nvalchemi.distributed.collectives import broadcast
 from nvalchemi.distributed.manager import as_launched
 from nvalchemi.distributed.targets import Target
 from nvalchemi.errors import CheckpointError, ConfigError
@@ -104,9 +103,7 @@ class DeepSpeedHook(DataParallelHook):
         if self.stage == 3:
             self.say_if_it_fits(ctx, names)
         self.divide(ctx)
-        for tensor in (*self._target.original.parameters(), *self._target.original.buffers()):
-            tensor.data.copy_(broadcast(tensor.data, ctx.manager))
-        make_alike(ctx.models, [self._target.original], ctx.manager)
+        make_alike(ctx.models, [], ctx.manager)
 
     @on(TrainingStage.BUILT)
     def start(self, ctx: TrainContext) -> None:
