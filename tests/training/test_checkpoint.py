@@ -58,7 +58,7 @@ def test_b76_nothing_to_resume_from_is_an_error_that_names_the_place(tmp_path):
         strategy(network(), [CheckpointHook(tmp_path / "new")], num_steps=8, resume_from=path).run(batches())
 
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*empty; found: nothing in it"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*empty; found: an empty folder"):
         resume(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"absent does not exist"):
         resume(tmp_path / "absent")
