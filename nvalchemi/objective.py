@@ -223,6 +223,18 @@ class RankLocal:
         return states[rank] if rank < len(states) else None
 
 
+def by_name(conditions: Mapping[str, Any]) -> None:
+    """Refuse conditions in a mapping, as other libraries take them: a model that takes anything would not notice.
+
+    Raises
+    ------
+    ConfigError
+        For these.
+    """
+    if "model_kwargs" in conditions:
+        raise ConfigError("conditions are given by their own names", found="model_kwargs={...}", fix="(x, ..., **model_kwargs)")
+
+
 class ModelLoss(RankLocal, ABC):
     """A loss that holds its model.
 
@@ -274,6 +286,7 @@ class ModelLoss(RankLocal, ABC):
         **conditions
             Handed to the model by name, such as labels ``y``, one a sample.
         """
+        by_name(conditions)
         terms = self.terms(self.model, x, generator=generator, step=step, conditions=conditions)
         first, *others = terms.means().values()
         loss = sum(others, first)

@@ -7,7 +7,8 @@ A sampler works on one tensor of positions and never asks what they belong to. V
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel
+from nvalchemi.models.energy import check_energy
 from nvalchemi.models.gradient import plain
 
 
@@ -27,10 +29,38 @@ class Chains(ABC):
         The positions at the beginning, a copy that the sampler may change in place.
     size
         How many chains there are.
+    conditions
+        What the energy is told beside the positions, by name: tensors (size, ...) with a row a chain, and what is the same for all.
     """
 
     start: Tensor
     size: int
+    conditions: Mapping[str, Any] = {}
+
+    def told(self, conditions: Mapping[str, Any]) -> Self:
+        """These chains, whose energy is told ``conditions``.
+
+        Raises
+        ------
+        DataError
+            For a tensor that has not a row for each chain: it would be broadcast without notice.
+        """
+        for name, value in conditions.items():
+            if isinstance(value, Tensor) and value.ndim and len(value) != self.size:
+                raise DataError(
+                    f"the condition {name!r} does not fit the samples",
+                    found=tuple(value.shape),
+                    needed=f"a tensor ({self.size}, ...)",
+                )
+        self.conditions = conditions
+        return self
+
+    def conditions_of(self, index: Tensor) -> dict[str, Any]:
+        """The conditions of the chains ``index`` alone."""
+        return {
+            name: value.index_select(0, index.to(value.device)) if isinstance(value, Tensor) and value.ndim else value
+            for name, value in self.conditions.items()
+        }
 
     @abstractmethod
     def spread(self, values: Tensor) -> Tensor:
@@ -90,15 +120,15 @@ class Chains(ABC):
 
     def energy(self, model: EnergyModel, x: Tensor) -> Tensor:
         """Energies (size,)."""
-        return model(self.inputs(x))
+        return check_energy(model(self.inputs(x), **self.conditions), self.size)
 
     def gradient(self, model: EnergyModel, x: Tensor) -> Tensor:
         """The gradient of the energy, of the positions' shape."""
-        return model.gradient(self.inputs(x))
+        return model.gradient(self.inputs(x), **self.conditions)
 
     def energy_and_gradient(self, model: EnergyModel, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both of them by one pass."""
-        return model.energy_and_gradient(self.inputs(x))
+        return model.energy_and_gradient(self.inputs(x), **self.conditions)
 
     def choose(self, which: Tensor, there: Tensor, here: Tensor) -> Tensor:
         """Positions ``there`` for the chains where ``which`` (size,) is true, ``here`` for the others."""
@@ -137,7 +167,7 @@ class DenseChains(Chains):
 
     def subset(self, index: Tensor) -> DenseChains:
         """See `Chains.subset`."""
-        return DenseChains(self.start[index], copy=False)
+        return DenseChains(self.start[index], copy=False).told(self.conditions_of(index))
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
         """See `Chains.take`."""

@@ -59,12 +59,12 @@ class EqMEnergy(EnergyModel):
             raise ConfigError("a field of energy_type none has a gradient and no energy", fix="train with energy_type='dot'")
         return explicit_energy(self._field(x, **conditions), x, self.energy_type)
 
-    def gradient(self, x: Tensor, create_graph: bool = False) -> Tensor:
+    def gradient(self, x: Tensor, create_graph: bool = False, **conditions: Any) -> Tensor:
         """See `EnergyModel.gradient`."""
         if self.energy_type != "none":
-            return super().gradient(x, create_graph=create_graph)
+            return super().gradient(x, create_graph=create_graph, **conditions)
         with torch.set_grad_enabled(create_graph):
-            return self._field(x)
+            return self._field(x, **conditions)
 
     def _field(self, x: Tensor, **conditions: Any) -> Tensor:
         output = self.net(x, x.new_zeros(len(x)), **conditions)

@@ -17,6 +17,7 @@ from nvalchemi.data.ragged import ragged_rows
 from nvalchemi.ebm.chains import Chains
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential
+from nvalchemi.models.energy import check_energy
 from nvalchemi.models.gradient import plain
 
 SKIN = 1.0
@@ -128,7 +129,9 @@ class AtomChains(Chains):
 
     def subset(self, index: Tensor) -> AtomChains:
         """See `Chains.subset`."""
-        return AtomChains(self._batch.replace(positions=self.start).index_select(index), self._reach)
+        return AtomChains(self._batch.replace(positions=self.start).index_select(index), self._reach).told(
+            self.conditions_of(index)
+        )
 
     def narrowed(self, values: Tensor, index: Tensor) -> Tensor:
         """See `Chains.narrowed`."""
@@ -159,7 +162,7 @@ class AtomChains(Chains):
     def energy(self, model: EnergyModel, x: Tensor) -> Tensor:
         """See `Chains.energy`."""
         batch, there = self._placed(x)
-        return _only(there, model(batch))
+        return _only(there, check_energy(model(batch, **self.conditions), self.size))
 
     def gradient(self, model: EnergyModel, x: Tensor) -> Tensor:
         """See `Chains.gradient`."""
@@ -168,11 +171,11 @@ class AtomChains(Chains):
     def energy_and_gradient(self, model: EnergyModel, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Chains.energy_and_gradient`."""
         batch, there = self._placed(x)
-        if "forces" in model.outputs:  # a network may have a faster way to them than differentiation
+        if "forces" in model.outputs and not self.conditions:  # a network may have a faster way to them than differentiation
             found = model.predict(batch, outputs=("energy", "forces"))
             energy, gradient = found["energy"], found["forces"].to(x.dtype).neg_()
         else:
-            energy, gradient = model.energy_and_gradient(batch)
+            energy, gradient = model.energy_and_gradient(batch, **self.conditions)
         if there is None:
             return energy, gradient
         return _only(there, energy), _only(self.spread(there), gradient)

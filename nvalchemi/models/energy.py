@@ -65,7 +65,7 @@ class EnergyModel(nn.Module):
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""
         raise ConfigError(f"{type(self).__name__} has no forward", fix="define forward(self, x) -> Tensor of shape (batch,)")
 
-    def gradient(self, x: Any, create_graph: bool = False) -> Tensor:
+    def gradient(self, x: Any, create_graph: bool = False, **conditions: Any) -> Tensor:
         """Give the gradient of the energy with respect to ``x``, which is minus the score, or minus the forces.
 
         Parameters
@@ -74,13 +74,15 @@ class EnergyModel(nn.Module):
             (batch, ...) of a floating dtype, or a `nvalchemi.data.Batch`, whose positions are then what is differentiated by.
         create_graph
             Keep the graph, for a loss that differentiates the gradient. It then also reaches back to ``x``, if ``x`` requires a gradient.
+        **conditions
+            Handed to `forward` by name, such as labels.
 
         Returns
         -------
         Tensor
             Of the shape and dtype of ``x``, or (N, 3) in eV/Å. Works under ``torch.no_grad`` and ``torch.inference_mode`` as well.
         """
-        return self.energy_and_gradient(x, create_graph)[1]
+        return self.energy_and_gradient(x, create_graph, **conditions)[1]
 
     def energy_and_gradient(
         self, x: Any, create_graph: bool = False, *, anchored: bool = True, **conditions: Any
@@ -88,6 +90,12 @@ class EnergyModel(nn.Module):
         """Give the energies (batch,) and their gradient by one pass; otherwise as `gradient`.
 
         ``anchored`` is that of `nvalchemi.models.gradient.input_gradient`; ``conditions`` are handed to `forward` by name.
+
+        Raises
+        ------
+        ConfigError
+            Where `forward` gives something else than one energy a sample: the gradient of a mean, or energies (batch, 1) that are compared
+            with each other, would be wrong without notice.
         """
         atoms = isinstance(x, Batch)
         moves = x.positions if atoms else x
@@ -96,6 +104,7 @@ class EnergyModel(nn.Module):
             with self._gradient_precision(at.device):  # the backward pass too: autocast would reach its products
                 seen = at.float() if self.force_fp32_gradient else at
                 energy = self(x.replace(positions=seen) if atoms else seen, **conditions)
+                check_energy(energy, len(x))
                 gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient
 
@@ -154,6 +163,24 @@ class EnergyModel(nn.Module):
             f"{type(self).__name__} cannot say how it is rebuilt",
             fix="define config() and register the class with register_model",
         )
+
+
+def check_energy(energy: Tensor, samples: int) -> Tensor:
+    """The energies, if they are one number a sample: anything else would be broadcast, or summed twice, without notice.
+
+    Raises
+    ------
+    ConfigError
+        Otherwise.
+    """
+    if energy.shape != (samples,):
+        raise ConfigError(
+            "the energy is not one number a sample",
+            found=tuple(energy.shape),
+            needed=f"({samples},)",
+            fix="in forward, sum over all but the first dimension, or squeeze(-1) the network's last one",
+        )
+    return energy
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype | None:

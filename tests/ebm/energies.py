@@ -19,6 +19,13 @@ class Quadratic(EnergyModel):
         return 0.5 * self.a * x.square().flatten(1).sum(1)
 
 
+class Labelled(EnergyModel):
+    """a |x|²/2 with a of each sample's own."""
+
+    def forward(self, x, a):
+        return 0.5 * a * x.square().flatten(1).sum(1)
+
+
 class Ball(EnergyModel):
     """Flat within radius 1, NaN outside."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
@@ -49,13 +49,6 @@ class ScoreLoss(ScalarEnergyLoss):
         template: Any = functional_model
         if template is not None and not isinstance(template, nn.Module):
             raise ConfigError("functional_model is no module", found=type(template).__name__, fix="leave it out")
-
-
-def check_energy(energy: Tensor, samples: int) -> Tensor:
-    """One number a sample: anything else would be broadcast without notice."""
-    if energy.shape != (samples,):
-        raise ConfigError("the energy is not one number a sample", found=tuple(energy.shape), needed=f"({samples},)")
-    return energy
 
 
 def at_step(name: str, setting: Any, step: int | None) -> float:

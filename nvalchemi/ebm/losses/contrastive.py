@@ -11,12 +11,12 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.distributed import Manager
 from nvalchemi.ebm.buffer import ReplayBuffer
-from nvalchemi.ebm.conditions import conditioned, repeated
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss, check_energy
+from nvalchemi.ebm.conditions import repeated
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss
 from nvalchemi.ebm.samplers import Sampler
 from nvalchemi.ebm.samples import positions
 from nvalchemi.errors import CheckpointError, ConfigError
-from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.energy import EnergyModel, check_energy
 from nvalchemi.objective import Terms
 
 
@@ -113,12 +113,11 @@ class ContrastiveDivergence(ScalarEnergyLoss):
         """As many ends of chains as ``x`` has samples, and the conditions of these chains."""
         buffer = self.replay_buffer
         if buffer is None:
-            sampler = conditioned(self.sampler, conditions)
-            return sampler.sample(x=x, n_steps=self.k_steps, generator=generator), conditions
+            return self.sampler.sample(x=x, n_steps=self.k_steps, generator=generator, **conditions), conditions
         if not buffer.is_initialized:
             self.initialize_buffer(x, generator, conditions)
         slots, start = buffer.draw(len(x), generator)
-        told = buffer.conditions(slots)
+        told: dict[str, Any] = dict(buffer.conditions(slots))
         if told.keys() != conditions.keys():
             raise ConfigError(
                 "persistent chains began with other conditions than those of the batch",
@@ -128,7 +127,7 @@ class ContrastiveDivergence(ScalarEnergyLoss):
             )
         if self.new_sample_ratio:
             start, told = self._renewed(start, told, x, conditions, generator)
-        ends = conditioned(self.sampler, told).sample(x=start, n_steps=self.k_steps, generator=generator)
+        ends = self.sampler.sample(x=start, n_steps=self.k_steps, generator=generator, **told)
         buffer.write(slots, ends, told)
         return ends, told
 
@@ -161,13 +160,15 @@ class ContrastiveDivergence(ScalarEnergyLoss):
                 fix="initialize_buffer(torch.empty(1, *shape)) where only the shape of a sample is known; the first call does it by itself",
             )
         which = torch.arange(buffer.size) % max(len(x), 1)
-        told = {name: value[which.to(value.device)] for name, value in repeated(conditions or {}, len(x), 1).items()}
+        told: dict[str, Any] = {
+            name: value[which.to(value.device)] for name, value in repeated(conditions or {}, len(x), 1).items()
+        }
         if isinstance(x, Batch):
             start: Any = x.index_select(which)
         else:
             start = torch.empty(buffer.size, *x.shape[1:], dtype=x.dtype, device=x.device).normal_(generator=generator)
         if self.init_steps:
-            start = conditioned(self.sampler, told).sample(x=start, n_steps=self.init_steps, generator=generator)
+            start = self.sampler.sample(x=start, n_steps=self.init_steps, generator=generator, **told)
         buffer.initialize(start, told)
 
     def mix_buffer_across_ranks(self, group: Any | Manager | None = None, generator: torch.Generator | None = None) -> None:
@@ -210,8 +211,8 @@ class ContrastiveDivergence(ScalarEnergyLoss):
         return self.replay_buffer
 
     def _renewed(
-        self, start: Any, told: dict[str, Tensor], x: Any, conditions: Mapping[str, Tensor], generator: torch.Generator | None
-    ) -> tuple[Any, dict[str, Tensor]]:
+        self, start: Any, told: dict[str, Any], x: Any, conditions: Mapping[str, Tensor], generator: torch.Generator | None
+    ) -> tuple[Any, dict[str, Any]]:
         """The drawn chains and their conditions, some of them at a new beginning, with the conditions of the batch's row."""
         at = positions(x)
         anew = torch.empty(len(x), device=at.device).uniform_(generator=generator) < self.new_sample_ratio

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.distributed import Manager, all_reduce, gather, members, single_process
-from nvalchemi.ebm.conditions import conditioned, repeated
+from nvalchemi.ebm.conditions import repeated
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step
@@ -160,12 +160,12 @@ class EnergyMatching(ScalarEnergyLoss):
 
     def _chains(
         self, x: Tensor, x0: Tensor | None, generator: torch.Generator | None, conditions: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         """The ends of the chains, and their conditions."""
         count = len(x)
         hot = round(count * self.noise_fraction)
         order = torch.randperm(count, generator=generator, device=x.device)
-        told = {name: value[order.to(value.device)] for name, value in repeated(conditions, count, 1).items()}
+        told: dict[str, Any] = {name: value[order.to(value.device)] for name, value in repeated(conditions, count, 1).items()}
         noise = (
             normal_like(x[:hot], generator)
             if x0 is None
@@ -176,7 +176,7 @@ class EnergyMatching(ScalarEnergyLoss):
         table[: len(sweep), :hot] = x.new_tensor(sweep)[:, None]
         self.sampler.noise_scale = table.sqrt_().unbind().__getitem__  # a row of it at each step, a number a chain
         start = torch.cat([noise, x[order[hot:]]])
-        return conditioned(self.sampler, told).sample(x=start, n_steps=self.n_langevin_steps, generator=generator), told
+        return self.sampler.sample(x=start, n_steps=self.n_langevin_steps, generator=generator, **told), told
 
     def _contrastive(self, data: Tensor, chains: Tensor, weight: float) -> Tensor:
         """The contrastive term of each sample, (batch,)."""

@@ -54,7 +54,7 @@ class EquilibriumMatching(ModelLoss):
         Add dispersion_weight · log E_ij exp(-|z_i - z_j|² / d) of the activations z that the field gives, over the pairs of the batch
         (of the last of them where there are several): Wang and He, Diffuse and disperse, 2025.
     time_invariant
-        Tell a field t = 0 always.
+        Tell a field t = 0 always, as ``FlowSampler(field, negate_velocity=True)`` does; with False, give that the same.
 
     Notes
     -----

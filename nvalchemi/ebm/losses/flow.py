@@ -37,7 +37,8 @@ class FlowMatching(ModelLoss):
     train_eps
         Keep times this far from 0 and 1.
     negate_velocity
-        Learn -u_t, from data to noise: the sign of an energy's gradient.
+        Learn -u_t, from data to noise: the sign of an energy's gradient. Then sample with
+        ``FlowSampler(model, negate_velocity=True, time_invariant=False)``.
     """
 
     def __init__(

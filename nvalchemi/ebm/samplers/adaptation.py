@@ -99,6 +99,7 @@ class AdaptiveSampler(EnergySampler):
         *,
         generator: torch.Generator | None = None,
         progress: bool | Progress = False,
+        **conditions: Any,
     ) -> Any:
         """Move the chains while the step size is adapted, and set `step_size` to the number found.
 
@@ -107,7 +108,7 @@ class AdaptiveSampler(EnergySampler):
 
         Parameters
         ----------
-        x, dim, n_samples, generator, progress
+        x, dim, n_samples, generator, progress, **conditions
             As `sample` takes them.
         n_steps
             Ways.
@@ -130,7 +131,7 @@ class AdaptiveSampler(EnergySampler):
             )
         target = self.good_acceptance if target_acceptance is None else target_acceptance
         warming = _WarmUp(self, DualAveraging(self.step_size, target))
-        last = warming.sample(x, dim, n_steps, n_samples, generator=generator, progress=progress)
+        last = warming.sample(x, dim, n_steps, n_samples, generator=generator, progress=progress, **conditions)
         self.step_size = warming.average.final
         return last
 

@@ -18,6 +18,7 @@ from nvalchemi.ebm.samplers.compiled import CompiledEnergy
 from nvalchemi.ebm.settings import Setting, checked
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
+from nvalchemi.objective import by_name
 
 NOTHING: Mapping[str, Tensor] = {}
 
@@ -136,6 +137,7 @@ class Sampler(ABC):
         *,
         generator: torch.Generator | None = None,
         progress: bool | Progress = False,
+        **conditions: Any,
     ) -> Any:
         """Move the chains.
 
@@ -160,6 +162,8 @@ class Sampler(ABC):
             Where random numbers come from, on the device of the samples. None: torch's default generator of that device.
         progress
             True for a bar in the terminal, or a function that is called with (steps done, steps in all) after each step.
+        **conditions
+            Handed to the model by name, such as labels ``y``: tensors (batch, ...) with a row a chain, or what is the same for all.
 
         Returns
         -------
@@ -171,6 +175,8 @@ class Sampler(ABC):
         ------
         ConfigError
             Settings that do not fit the samples.
+        DataError
+            Conditions that do not.
         TrainingError
             Positions that are no longer finite.
         """
@@ -184,7 +190,7 @@ class Sampler(ABC):
             return_diagnostics,
             generator=generator,
             progress=progress,
-            options={},
+            conditions=conditions,
         )
 
     def _sample(
@@ -199,11 +205,13 @@ class Sampler(ABC):
         *,
         generator: torch.Generator | None,
         progress: bool | Progress,
-        options: Mapping[str, Any],
+        conditions: Mapping[str, Any],
+        options: Mapping[str, Any] = NOTHING,
     ) -> Any:
         """What `sample` does, with the options of a kind of sampler."""
+        by_name(conditions)
         with quiet(self.model), self._gathered():
-            chains = chains_of(x, dim, n_samples, self.model, generator)
+            chains = chains_of(x, dim, n_samples, self.model, generator).told(conditions)
             watched = return_trajectory or return_diagnostics or progress is not False
             run = Run(chains, n_steps, generator, return_diagnostics, watched, options)
             record = Record(run.chains, self.energy_model, n_steps, thin, return_trajectory, return_diagnostics)

@@ -27,9 +27,9 @@ class CompiledEnergy(EnergyModel):
         (model,) = self._held
         return model(x.float() if model.force_fp32_gradient else x)
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, x: Any, **conditions: Any) -> Tensor:
         """Energies, by the model itself."""
-        return self._held[0](x)
+        return self._held[0](x, **conditions)
 
     def energy_and_gradient(
         self, x: Any, create_graph: bool = False, *, anchored: bool = True, **conditions: Any
@@ -38,7 +38,7 @@ class CompiledEnergy(EnergyModel):
         if not isinstance(x, Tensor) or create_graph or conditions:
             raise ConfigError(
                 "only samples that are tensors are compiled for, without conditions, and no graph is kept",
-                found=f"{type(x).__name__}, create_graph={create_graph}",
+                found=f"{type(x).__name__}, create_graph={create_graph}" + "".join(f", {name}" for name in conditions),
                 fix="leave out compile()",
             )
         wide = self._held[0].force_fp32_gradient

@@ -67,6 +67,9 @@ class FlowSampler(Sampler):
         score, and 0 at the others.
     negate_velocity
         The model predicts minus the velocity, as equilibrium matching does.
+    time_invariant
+        Tell the model t = 0 always, as `nvalchemi.ebm.losses.EquilibriumMatching` does when it trains. If not given, where
+        ``negate_velocity``: a field that `nvalchemi.ebm.losses.FlowMatching` trained with ``negate_velocity`` knows times, and needs False.
     rtol, atol
         Of an adaptive integrator given by name.
     """
@@ -84,6 +87,7 @@ class FlowSampler(Sampler):
         last_step_size: float = 0.04,
         sample_eps: float | None = None,
         negate_velocity: bool = False,
+        time_invariant: bool | None = None,
         rtol: float = 1e-3,
         atol: float = 1e-6,
     ) -> None:
@@ -109,6 +113,7 @@ class FlowSampler(Sampler):
         self.diffusion_form, self.diffusion_norm = diffusion_form, float(diffusion_norm)
         self.last_step, self.last_step_size = last_step, float(last_step_size)
         self.sample_eps, self.negate_velocity = sample_eps, negate_velocity
+        self.time_invariant = negate_velocity if time_invariant is None else time_invariant
 
     @property
     def even_calls(self) -> bool:
@@ -170,7 +175,8 @@ class FlowSampler(Sampler):
             return_diagnostics,
             generator=generator,
             progress=progress,
-            options={"reverse": reverse, "conditions": conditions},
+            conditions=conditions,
+            options={"reverse": reverse},
         )
 
     def prior_logp(self, z: Tensor) -> Tensor:
@@ -202,7 +208,7 @@ class FlowSampler(Sampler):
             raise ConfigError("a flow carries tensors", found=type(run.chains).__name__, needed="samples (batch, ...)")
         if not run.n_steps:
             return
-        conditions, (start, stop) = run.options["conditions"], self.interval()
+        conditions, (start, stop) = run.chains.conditions, self.interval()
         if run.options["reverse"]:
             start, stop = stop, start
         last = self.mode == "sde" and self.last_step is not None
@@ -210,8 +216,6 @@ class FlowSampler(Sampler):
             raise ConfigError(
                 "no step is left beside the last one", found=f"n_steps={run.n_steps}", fix="n_steps=2, or last_step=None"
             )
-        if conditions and isinstance(self.model, EnergyModel):
-            raise ConfigError("an EnergyModel takes no conditions", found=", ".join(conditions))
         count = 1 if isinstance(self.integrator, AdaptiveIntegrator) and not run.watched else run.n_steps - last
         times = [start + (stop - start) * i / count for i in range(count)] + [stop]
 
@@ -245,7 +249,10 @@ class FlowSampler(Sampler):
     def _velocity(self, x: Tensor, t: float, conditions: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The velocity, and what the model gave."""
         times = x.new_full((x.shape[0],), t)
-        given = -self.model.gradient(x) if isinstance(self.model, EnergyModel) else self.model(x, times, **conditions)
+        if isinstance(self.model, EnergyModel):
+            given = -self.model.gradient(x, **conditions)
+        else:
+            given = self.model(x, torch.zeros_like(times) if self.time_invariant else times, **conditions)
         if self.negate_velocity:
             given = -given
         return self.interpolant.velocity(given, x, times, self.prediction), given

@@ -31,6 +31,7 @@ class Labelled(EnergyModel):
 LOSSES = {
     "contrastive": lambda m: ContrastiveDivergence(m, LangevinDynamics(m, H), k_steps=STEPS, energy_reg_weight=0.0),
     "hmc": lambda m: ContrastiveDivergence(m, HamiltonianMonteCarlo(m, H, 2), k_steps=STEPS, energy_reg_weight=0.0),
+    "nuts": lambda m: ContrastiveDivergence(m, NoUTurnSampler(m, H), k_steps=2, energy_reg_weight=0.0),
     "persistent": lambda m: persistent(m, noise=1.0),
     "energy matching": lambda m: EnergyMatching(m, n_langevin_steps=3, cd_clamp=None),
     "noise contrastive": lambda m: NoiseContrastiveEstimation(m, noise_ratio=3),
@@ -163,8 +164,8 @@ def test_what_cannot_be_is_told():
     for other in ({}, {"y": Y, "z": Y}):
         with pytest.raises(ConfigError, match=r"other conditions than those of the batch.*needed: y"):
             loss_fn(x, **other)
-    with pytest.raises(ConfigError, match="NoUTurnSampler"):
-        ContrastiveDivergence(model, NoUTurnSampler(model, H))(x, y=Y)
+    with pytest.raises(ConfigError, match="by their own names"):
+        EnergyDiscrepancy(model)(x, model_kwargs={"y": Y})
     with pytest.raises(ConfigError, match="compiled"):
         ContrastiveDivergence(model, LangevinDynamics(model, H).compile())(x, y=Y)
     for wrong in (Y[:4], 1):

@@ -8,9 +8,9 @@ from torch import nn
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.ebm import samplers
-from nvalchemi.errors import ConfigError, TrainingError
-from nvalchemi.models import MLPEnergy
-from tests.ebm.energies import Noted
+from nvalchemi.errors import ConfigError, DataError, TrainingError
+from nvalchemi.models import EnergyModel, MLPEnergy
+from tests.ebm.energies import Labelled, Noted, Quadratic
 
 
 class Velocity(nn.Module):
@@ -158,3 +158,50 @@ class Atoms(MLPEnergy):
 
     def forward(self, x):
         return x.positions.square().sum() * torch.ones(len(x))
+
+
+MCMC = [name for name in MAKE if name not in ("ode", "adaptive", "sde")]
+
+
+@pytest.mark.parametrize("name", MCMC)
+def test_a_condition_of_each_chain_reaches_the_energy(name):
+    """As many chains of one label as chains of the energy of this label: the same ones; and rows that are not one a chain are refused."""
+    x, sampler = torch.randn(6, 2, generator=seeded()), MAKE[name](Labelled())
+    settings = {"n_steps": 5, "return_trajectory": True, "return_diagnostics": True}
+    path, numbers = sampler.sample(x, generator=seeded(1), a=torch.full((6,), 2.5), **settings)
+    wanted, known = MAKE[name](Quadratic(2.5)).sample(x, generator=seeded(1), **settings)
+    torch.testing.assert_close(path, wanted)
+    assert numbers.keys() == known.keys()
+    for key, value in numbers.items():
+        torch.testing.assert_close(value, known[key])
+    torch.testing.assert_close(sampler.sample(x, n_steps=5, generator=seeded(1), a=2.5), wanted[:, -1])
+    for wrong in (torch.ones(1), torch.ones(5)):
+        with pytest.raises(DataError, match=r"'a' does not fit.*needed: a tensor \(6, ...\)"):
+            sampler.sample(x, n_steps=1, a=wrong)
+    with pytest.raises(ConfigError, match="by their own names"):
+        sampler.sample(x, n_steps=1, model_kwargs={"a": torch.ones(6)})
+
+
+@pytest.mark.parametrize("name", ["mala", "hmc", "nuts", "rmhmc"])
+def test_chains_of_unlike_conditions_draw_unlike_densities(name):
+    """Those that leave a tree early take their condition along."""
+    a = torch.tensor([1.0, 9.0]).repeat(2000)
+    sampler = {**MAKE, "mala": lambda m: samplers.MetropolisAdjustedLangevin(m, 0.05)}[name](Labelled())
+    x = sampler.warm_up(torch.randn(4000, 2, generator=seeded()), n_steps=20, generator=seeded(1), a=a)
+    x = sampler.sample(x, n_steps=30, generator=seeded(2), a=a)
+    for stiffness in (1.0, 9.0):
+        assert abs(float(x[a == stiffness].var()) * stiffness - 1) < 4 * (2 / 4000) ** 0.5
+
+
+@pytest.mark.parametrize("name", MCMC)
+@pytest.mark.parametrize("shape", ["sum", "mean", "column"])
+def test_an_energy_that_is_not_one_number_a_sample_is_told(name, shape):
+    """The mean over a batch has a gradient that is too small, and a sum would be the energy of every chain: both without notice."""
+
+    class Wrong(EnergyModel):
+        def forward(self, x):
+            each = 0.5 * x.square().sum(1)
+            return each[:, None] if shape == "column" else getattr(each, shape)()
+
+    with pytest.raises(ConfigError, match=r"not one number a sample.*needed: \(3,\)"):
+        MAKE[name](Wrong()).sample(dim=2, n_samples=3, n_steps=1)

@@ -12,7 +12,7 @@ from nvalchemi.ebm.interpolants import get_interpolant
 from nvalchemi.ebm.samplers import FlowSampler
 from nvalchemi.ebm.samplers.flow import DIFFUSIONS
 from nvalchemi.errors import ConfigError, TrainingError
-from tests.ebm.energies import Quadratic
+from tests.ebm.energies import Labelled, Quadratic
 
 MEAN = torch.tensor([2.0, -1.0], dtype=torch.float64)
 WIDTH = 0.5
@@ -101,15 +101,32 @@ def test_steps_on_the_way():
 def test_conditions_and_signs_reach_the_model():
     z = noise(5)
     plain = FlowSampler(Exact("linear", "velocity"), integrator="rk4").sample(x=z, n_steps=10)
-    turned = FlowSampler(Exact("linear", "velocity", -1.0), integrator="rk4", negate_velocity=True).sample(x=z, n_steps=10)
+    turned = FlowSampler(Exact("linear", "velocity", -1.0), integrator="rk4", negate_velocity=True, time_invariant=False)
+    turned = turned.sample(x=z, n_steps=10)
     torch.testing.assert_close(turned, plain)
     shifted = FlowSampler(Exact("linear", "velocity"), integrator="rk4").sample(x=z, n_steps=10, shift=1.0)
     assert (shifted - plain).min() > 0.1
     # An energy is a velocity down its slope: x' = -x.
     energy = FlowSampler(Quadratic(), integrator="rk4").sample(x=z, n_steps=10)
     torch.testing.assert_close(energy, math.exp(-1) * z, rtol=1e-5, atol=0)
-    with pytest.raises(ConfigError, match="conditions"):
-        FlowSampler(Quadratic(), integrator="rk4").sample(x=z, label=1)
+    stiff = FlowSampler(Labelled(), integrator="rk4").sample(x=z, n_steps=20, a=torch.arange(5.0))
+    torch.testing.assert_close(stiff, torch.exp(-torch.arange(5.0, dtype=z.dtype))[:, None] * z, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("settings", "zero"), [({}, False), ({"time_invariant": True}, True), ({"negate_velocity": True}, True)])
+@pytest.mark.parametrize("how", [{"integrator": "heun"}, {}, {"mode": "sde"}])
+def test_a_field_of_equilibrium_matching_is_told_no_time(settings, zero, how):
+    """It was trained at t = 0 alone: what it says at other times is what its first weights made of them."""
+    seen = []
+
+    def field(x, t):
+        seen.append(t)
+        return 0.0 * x
+
+    model = torch.nn.Module()
+    model.forward = field
+    FlowSampler(model, **settings, **how).sample(x=noise(3), n_steps=4)
+    assert (torch.stack(seen) == 0).all() == zero
 
 
 def test_the_prior():
