@@ -30,9 +30,12 @@ _CALL = "_redirected_call"
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether some part of ``module`` went through ``fully_shard``."""
-    # Where nobody imported it nothing is sharded; the import itself takes half a second.
+    # Where nobody imported it nothing is sharded; the import itself takes half a second. Nor is anything where no class was made for it: this is
+    # asked in every call of an energy, and a walk through the parts of a network is not for free.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in module.modules())
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+        return False
+    return any(isinstance(m, fsdp.FSDPModule) for m in module.modules())
 
 
 def is_sharded_in_blocks(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.distributed import Manager
-from nvalchemi.distributed.collectives import Agreement, agree, all_reduce, any_rank, gather
+from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, gather
 from nvalchemi.errors import TrainingError
 from nvalchemi.objective import Count
 from nvalchemi.training.filler import filled
@@ -55,25 +55,30 @@ def _alone(ctx: TrainContext, own: Iterator[list[Any]]) -> Iterator[Step]:
 
 
 def _together(ctx: TrainContext, own: Iterator[list[Any]], size: int) -> Iterator[Step]:
-    """The next group's question is asked before a group is trained on and answered by the time that it is wanted, where that can be."""
-    cursor = ctx.cursor
-    ahead = cursor.by_position and not any_rank(ctx.hooks.stops_late, ctx.manager)
-    question = _Question(ctx, own)
+    """The next group's question goes along with the loss of the step before, where that can be."""
+    cursor, manager = ctx.cursor, ctx.manager
+    ahead = cursor.by_position and not any_rank(ctx.hooks.stops_late, manager)
+    question = Question(ctx, own)
     while (step := question.answered(ctx, size)) is not None:
-        following = _Question(ctx, own) if ahead and not (cursor.at_end or ctx.completes_next) else None
+        ctx.question = Question(ctx, own) if ahead and not (cursor.at_end or ctx.completes_next) else None
         yield step
         if cursor.at_end or ctx.complete or ctx.stop_agreed:
-            if following is not None:
-                following.drop()
             return
-        question = following or _Question(ctx, own)
+        question = ctx.question or Question(ctx, own)
 
 
-class _Question:
-    """Whether every rank has its next group, with the counts of its labels: asked of all ranks when it is made.
+class Question:
+    """Whether every rank has its next group, with the counts of its labels.
 
-    A step is not kept waiting for the answer where the group could be read ahead. What a rank says of stopping comes with the loss of the step
-    (:func:`nvalchemi.training.totals.tell`); here it comes too, for what was said since.
+    A group that can be read ahead is asked for with the loss of the step before (:func:`nvalchemi.training.totals.tell`), and nothing waits for
+    the answer. What a rank says of stopping comes with that loss; here it comes too, for what was said since.
+
+    Attributes
+    ----------
+    numbers
+        What this rank says: as many on every rank.
+    sums
+        All ranks' together, as soon as they are known.
     """
 
     def __init__(self, ctx: TrainContext, own: Iterator[list[Any]]) -> None:
@@ -90,16 +95,15 @@ class _Question:
         self.at_end = ctx.cursor.read_all
         apart, slots = _in_slots(self.counts, ctx.manager)
         flags = [self.group is not None, self.at_end, self.error is not None, stop, apart]
-        self._answer = Agreement([*flags, *slots], ctx.manager)
-
-    def drop(self) -> None:
-        """Wait for the answer and do nothing: the run is over."""
-        self._answer.result()
+        self.numbers: list[float] = [*flags, *slots]
+        self.sums: list[float] | None = None
 
     def answered(self, ctx: TrainContext, size: int) -> Step | None:
         """Give this rank's group and all ranks' counts; ``None`` where the epoch or the run is over."""
         cursor, manager, group = ctx.cursor, ctx.manager, self.group
-        ready, ended, failed, stopping, any_apart, *sums = self._answer.result()
+        if self.sums is None:
+            self.sums = agree(self.numbers, manager)
+        ready, ended, failed, stopping, any_apart, *sums = self.sums
         if failed:
             raise_together(self.error, manager)
         if stopping:

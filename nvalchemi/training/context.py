@@ -14,6 +14,7 @@ from nvalchemi.objective import Count, LossOutput, Objective
 from nvalchemi.training.filler import Filler
 
 if TYPE_CHECKING:
+    from nvalchemi.training.agreement import Question
     from nvalchemi.training.cursor import Cursor
     from nvalchemi.training.optimizers import Scheduler
     from nvalchemi.training.rates import ScaledRates
@@ -149,6 +150,8 @@ class TrainContext:
         What is validated on: this rank's share of it.
     calls_communicate
         Whether each call of a model waits for the other ranks' calls, as with sharded parameters.
+    question
+        What the ranks ask each other about the next batches along with this step's loss, where those were read ahead.
     is_filler
         Whether the present micro-batch is one of a rank that has fewer than the others and does not count.
     trained
@@ -191,6 +194,7 @@ class TrainContext:
     validation: dict[str, float] | None = None
     validation_data: Any = None
     calls_communicate: bool = False
+    question: Question | None = None
     is_filler: bool = False
     trained: dict[str, list[str]] = field(default_factory=dict)
     flags_before: dict[str, Any] = field(default_factory=dict)

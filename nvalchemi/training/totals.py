@@ -26,15 +26,18 @@ def group_counts(objective: Objective, group: list[Any]) -> dict[str, Count]:
 def tell(loss: LossOutput, ctx: TrainContext) -> Callable[[], LossOutput]:
     """Begin to add up a step's loss (detached) over the ranks; what it gives waits for the sum, which is the same on every rank.
 
-    What one rank asks for goes along: to skip this step's update, to end the run, to save. From then on it holds on all of them.
+    What one rank asks for goes along: to skip this step's update, to end the run, to save. From then on it holds on all of them. So does the
+    question for the next batches, where they were read already: a step has one exchange besides that of its gradients.
     """
-    manager, counts = ctx.manager, ctx.counts
+    manager, counts, question = ctx.manager, ctx.counts, ctx.question
     save = ctx.take_save_request()
     if not manager.distributed or counts is None:
         ctx.save_due = save
         return lambda: loss
     rows = torch.stack([part.sum.double() for part in loss.parts.values()])
     numbers = [float(loss.samples), float(ctx.skip_request is not None), float(ctx.stop_reason is not None), float(save)]
+    if question is not None:
+        numbers += question.numbers
     told: Reduction | Agreement
     if manager.cuda:  # these numbers are wanted on the host, and the sums are not waited for
         told, sums = Agreement(numbers, manager), Reduction(rows, manager)
@@ -43,7 +46,9 @@ def tell(loss: LossOutput, ctx: TrainContext) -> Callable[[], LossOutput]:
 
     def hear() -> LossOutput:
         table = sums.result()
-        samples, skips, stops, saves = table[len(rows) :].tolist() if told is sums else told.result()
+        samples, skips, stops, saves, *answer = table[len(rows) :].tolist() if told is sums else told.result()
+        if question is not None:
+            question.sums = answer
         if skips:
             adopt_skip(ctx)
         ctx.save_due, ctx.stop_agreed = bool(saves), ctx.stop_agreed or bool(stops)
