@@ -17,6 +17,7 @@ from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step
 from nvalchemi.ebm.losses.contrastive import both_energies
 from nvalchemi.ebm.losses.paths import Paths, mean_square
+from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.ebm.samples import normal_like
 from nvalchemi.ebm.scores import energy_gradient
@@ -53,6 +54,8 @@ class EnergyMatching(ScalarEnergyLoss):
         Langevin dynamics of the same energy in place of that with ``langevin_dt``; its temperature and noise scale are replaced.
     coupling, interpolant
         As in `FlowMatching`.
+    t_sampler, t_p_mean, t_p_std, loss_weight_fn
+        The law of the times and further weights of the flow term: see `nvalchemi.ebm.losses.times.Times`.
     sigma
         σ: a number or a function of the step.
     flow_weight_cutoff
@@ -90,6 +93,10 @@ class EnergyMatching(ScalarEnergyLoss):
         noise_fraction: float = 0.5,
         cd_trim_fraction: float = 0.1,
         cd_clamp: float | None = 0.02,
+        t_sampler: str | Callable[..., Tensor] = "uniform",
+        t_p_mean: float = -1.2,
+        t_p_std: float = 1.2,
+        loss_weight_fn: TimeWeight | None = None,
         process_group: Any | Manager | None = None,
     ) -> None:
         super().__init__(model)
@@ -110,7 +117,7 @@ class EnergyMatching(ScalarEnergyLoss):
             )
         self.sampler = LangevinDynamics(model, step_size=langevin_dt) if sampler is None else copy.copy(sampler)
         self.sampler.temperature = 1.0  # each chain's own comes with the noise
-        self.paths = Paths(interpolant, coupling)
+        self.paths = Paths(interpolant, coupling, Times(t_sampler, t_p_mean, t_p_std, loss_weight_fn=loss_weight_fn))
         self.sigma, self.flow_weight_cutoff, self.lambda_cd = sigma, flow_weight_cutoff, lambda_cd
         self.epsilon_max, self.tau_star, self.n_langevin_steps = epsilon_max, tau_star, n_langevin_steps
         self.noise_fraction, self.cd_trim_fraction, self.cd_clamp = noise_fraction, cd_trim_fraction, cd_clamp

@@ -12,6 +12,7 @@ from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.fields import ENERGY_TYPES, energy_terms
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.paths import Paths, Point, mean_square
+from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
@@ -27,9 +28,9 @@ class EquilibriumMatching(ModelLoss):
 
     ::
 
-        L = E |g(x_t) + c(t) u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
+        L = E w(t) |g(x_t) + c(t) u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
 
-    with x_0 noise, x_1 data, t uniform, and the mean taken over the d coordinates: Wang and Du, Equilibrium matching, 2025 (where the
+    with x_0 noise, x_1 data, t uniform and w = 1 if nothing else is said, and the mean taken over the d coordinates: Wang and Du, Equilibrium matching, 2025 (where the
     target of the linear path is written (ε - x) c(γ)). g points from the data to the noise, as the gradient of an energy does. c is λ
     times
 
@@ -46,8 +47,14 @@ class EquilibriumMatching(ModelLoss):
     energy_type
         Of a field f: ``"none"``, g = f; ``"dot"`` or ``"mean"``, g = ∇(x·f); ``"l2"``, g = -∇|f|²/2. `nvalchemi.ebm.fields.EqMEnergy`
         then is the energy.
-    interpolant, coupling, train_eps
+    interpolant, coupling
         As in `FlowMatching`.
+    loss_weight
+        Of a noise or a score: ``"velocity"`` times (λ/σ)² or ``"likelihood"`` times λ/σ², with λ = σ² α'/α - σ σ' that of the velocity
+        v = α'/α x + λ s. Where α is 0 at t = 0 both grow without bound towards it: keep away by ``train_eps``. Ma et al., arXiv:2401.08740;
+        Song et al., NeurIPS 2021.
+    t_sampler, t_p_mean, t_p_std, train_eps, loss_weight_fn
+        The law of the times and their weights w(t): see `nvalchemi.ebm.losses.times.Times`.
     ct, ct_threshold, ct_multiplier
         c, a and λ.
     apply_dispersion, dispersion_weight
@@ -68,7 +75,12 @@ class EquilibriumMatching(ModelLoss):
         energy_type: str = "none",
         interpolant: str | Interpolant = "linear",
         coupling: str | Coupling = "independent",
+        loss_weight: str | None = None,
         train_eps: float = 0.0,
+        t_sampler: str | Callable[..., Tensor] = "uniform",
+        t_p_mean: float = -1.2,
+        t_p_std: float = 1.2,
+        loss_weight_fn: TimeWeight | None = None,
         ct: str | Decay = "truncated",
         ct_threshold: float = 0.8,
         ct_multiplier: float = 4.0,
@@ -98,7 +110,15 @@ class EquilibriumMatching(ModelLoss):
                 found=f"ct={ct!r}, ct_threshold={ct_threshold}, ct_multiplier={ct_multiplier}",
                 needed=f"{', '.join(DECAYS)} or a function of t; a threshold between 0 and 1; a positive multiplier",
             )
-        self.paths, self.prediction, self.energy_type = Paths(interpolant, coupling, train_eps), prediction, energy_type
+        if loss_weight not in (None, "velocity", "likelihood") or (loss_weight and prediction == "velocity"):
+            raise ConfigError(
+                "no such weight of the times",
+                found=f"loss_weight={loss_weight!r} with prediction={prediction!r}",
+                needed="velocity or likelihood, where the prediction is noise or score",
+                fix="loss_weight_fn takes any function of the time",
+            )
+        self.paths = Paths(interpolant, coupling, Times(t_sampler, t_p_mean, t_p_std, train_eps, loss_weight_fn))
+        self.prediction, self.energy_type, self.loss_weight = prediction, energy_type, loss_weight
         self.ct, self.ct_threshold, self.ct_multiplier = ct, ct_threshold, ct_multiplier
         self.apply_dispersion, self.dispersion_weight = apply_dispersion, dispersion_weight
         self.time_invariant = time_invariant
@@ -126,10 +146,19 @@ class EquilibriumMatching(ModelLoss):
             difference = output - point.noise
         else:
             difference = self.paths.interpolant.at(point.t, x)[2] * output + point.noise
-        values = {"loss": mean_square(difference, point.weights)}
+        values = {"loss": mean_square(difference, self._weights(point))}
         if self.apply_dispersion:
             values["dispersion"] = (self.dispersion_weight * dispersion(_last(activations))).expand(len(x))
         return Terms(values)
+
+    def _weights(self, point: Point) -> Tensor | None:
+        """The weights of the samples, (batch,); None where all are 1."""
+        if self.loss_weight is None:
+            return point.weights
+        alpha, d_alpha, sigma, d_sigma = self.paths.interpolant.coefficients(point.t)
+        over_sigma = sigma * d_alpha / alpha - d_sigma
+        own = over_sigma.square() if self.loss_weight == "velocity" else over_sigma / sigma
+        return own if point.weights is None else own * point.weights
 
     def _output(self, model: Any, point: Point) -> tuple[Tensor, Any]:
         """The field or the gradient at the points, and the field's activations where it gives them."""

@@ -8,16 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nvalchemi.ebm.couplings import Coupling, ExactOTCoupling, GreedyCoupling, IndependentCoupling, SinkhornCoupling
+from nvalchemi.ebm.couplings import (
+    Coupling,
+    ExactOTCoupling,
+    GreedyCoupling,
+    IndependentCoupling,
+    SinkhornCoupling,
+    UnbalancedSinkhornCoupling,
+)
 from nvalchemi.ebm.interpolants import Interpolant, column, get_interpolant
+from nvalchemi.ebm.losses.times import Times
 from nvalchemi.ebm.samples import normal_like
 from nvalchemi.errors import ConfigError
 
 COUPLINGS: dict[str, type[Coupling]] = {
     "independent": IndependentCoupling,
     "ot": ExactOTCoupling,
+    "exact_ot": ExactOTCoupling,
     "greedy": GreedyCoupling,
     "sinkhorn": SinkhornCoupling,
+    "unbalanced_sinkhorn": UnbalancedSinkhornCoupling,
 }
 
 
@@ -31,7 +41,10 @@ def get_coupling(coupling: str | Coupling) -> Coupling:
 
 
 class Point(NamedTuple):
-    """A point on the path of each sample: x_t and u_t at time t from ``noise`` to ``data``; conditions belong to the data."""
+    """A point on the path of each sample: x_t and u_t at time t from ``noise`` to ``data``; conditions belong to the data.
+
+    ``weights`` are those of the pairs, of mean 1, times those of the times; None where all are 1.
+    """
 
     noise: Tensor
     data: Tensor
@@ -50,15 +63,14 @@ class Paths:
     interpolant
         A name (``"linear"``, ``"cosine"``, ``"vp"``) or an instance.
     coupling
-        A name (``"independent"``, ``"ot"``, ``"greedy"``, ``"sinkhorn"``) or an instance.
-    train_eps
-        Times are uniform in [train_eps, 1 - train_eps].
+        A name (``"independent"``, ``"ot"`` or ``"exact_ot"``, ``"greedy"``, ``"sinkhorn"``, ``"unbalanced_sinkhorn"``) or an instance.
+    times
+        The law of the times; uniform if not given.
     """
 
-    def __init__(self, interpolant: str | Interpolant, coupling: str | Coupling, train_eps: float = 0.0) -> None:
-        if not 0 <= train_eps < 0.5:
-            raise ConfigError("no times are left", found=f"train_eps={train_eps}", needed="at least 0 and less than 0.5")
-        self.interpolant, self.coupling, self.train_eps = get_interpolant(interpolant), get_coupling(coupling), train_eps
+    def __init__(self, interpolant: str | Interpolant, coupling: str | Coupling, times: Times | None = None) -> None:
+        self.interpolant, self.coupling = get_interpolant(interpolant), get_coupling(coupling)
+        self.times = Times() if times is None else times
 
     def draw(
         self, x1: Tensor, generator: torch.Generator | None, conditions: Mapping[str, Any], *, together: bool = True
@@ -80,13 +92,12 @@ class Paths:
             coupling = self.coupling if together else self.coupling.on_this_rank()
             pairs = coupling(start, x1, generator=generator, conditions=own or None)
             (x0, data), weights, own = pairs, pairs.weights, pairs.conditions or {}
-        t = torch.empty(len(data), dtype=data.dtype, device=data.device)
-        t.uniform_(self.train_eps, 1 - self.train_eps, generator=generator)
+        t = self.times.draw(data, generator)
         x, velocity = self.interpolant.interpolate(x0, data, t)
-        return Point(x0, data, t, x, velocity, weights, own)
+        return Point(x0, data, t, x, velocity, self.times.weights(t, weights), own)
 
 
 def mean_square(difference: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The squares, whose mean over the coordinates is what counts, times the weights of the pairs, (batch,) and of mean 1."""
+    """The squares, whose mean over the coordinates is what counts, times the weights of the samples, (batch,)."""
     squares = difference.square()
     return squares if weights is None else squares * column(weights, squares)
