@@ -12,6 +12,7 @@ from nvalchemi.distributed.manager import (
     launched_as,
     members,
     single_process,
+    started_together,
 )
 from nvalchemi.distributed.state import full_state
 
@@ -31,5 +32,6 @@ __all__ = [
     "launched_as",
     "members",
     "single_process",
+    "started_together",
     "unsharded",
 ]

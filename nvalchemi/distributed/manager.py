@@ -153,6 +153,19 @@ def launched_as() -> tuple[int, int] | None:
     return None if place is None or place.world_size == 1 else (place.rank, place.world_size)
 
 
+def started_together() -> int:
+    """How many processes a launcher has started with this one, or a process group has: 1 for a plain process. Starts nothing.
+
+    Raises
+    ------
+    ConfigError
+        As :meth:`DistributedManager.initialize`.
+    """
+    place = _find_place(os.environ)
+    grouped = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return max(grouped, 1 if place is None else place.world_size)
+
+
 def join() -> Manager:
     """Join the processes that a launcher started this one with: their manager, initialised; the light stand-in in a plain process.
 

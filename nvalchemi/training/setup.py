@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nvalchemi.data.datapipes.rest import in_one_order
-from nvalchemi.distributed import single_process
+from nvalchemi.distributed import single_process, started_together
 from nvalchemi.distributed.blocks import is_sharded
 from nvalchemi.distributed.meta import is_on_meta, materialise
 from nvalchemi.errors import ConfigError
@@ -112,7 +112,15 @@ def check_kinds(strategy: TrainingStrategy) -> None:
 
 
 def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
-    """The context of a new run: manager, models on the device and in their modes, this rank's generator, zero progress."""
+    """The context of a new run: manager, models on the device and in their modes, this rank's generator, zero progress.
+
+    Raises
+    ------
+    ConfigError
+        Where a hook divides the work between processes, and the strategy was not told that there are several.
+    """
+    if strategy.distributed_manager is None:
+        check_alone(strategy.hooks)
     manager = strategy.distributed_manager if strategy.distributed_manager is not None else single_process()
     models = named_models(strategy.models)
     trained = {model for model, _ in normalise(strategy.optimizer_configs, models).values()}
@@ -141,6 +149,18 @@ def begin(strategy: TrainingStrategy, loader: Iterable[Any]) -> TrainContext:
         if name not in trained:
             model.requires_grad_(False)
     return ctx
+
+
+def check_alone(hooks: Sequence[Any]) -> None:
+    """Without a manager each process would train by itself on all the data, and all would write to the same files."""
+    dividing = [type(hook).__name__ for hook in hooks if isinstance(hook, Hook) and "data_parallel" in hook.claims]
+    if dividing and (processes := started_together()) > 1:
+        raise ConfigError(
+            f"{dividing[0]} divides the work between processes, and the strategy does not know of them",
+            found=f"{processes} processes, and no distributed_manager",
+            fix="call DistributedManager.initialize() first and give the strategy distributed_manager=DistributedManager(); "
+            "or distributed_manager=single_process(), for runs of one process each",
+        )
 
 
 def first_weights(ctx: TrainContext, strategy: TrainingStrategy) -> None:

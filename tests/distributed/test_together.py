@@ -18,6 +18,11 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
 
 
+def test_ranks_that_the_strategy_does_not_know_of_are_no_runs_of_their_own(ranks):
+    for said in ranks.call(f"{CASES}:unknown"):
+        assert "DDPHook divides the work" in said and "2 processes, and no distributed_manager" in said
+
+
 def test_a_loader_that_ends_early_ends_the_epoch_on_all_ranks(ranks):
     """B25."""
     (first, after), (second, _) = ranks.call(f"{CASES}:exhausted")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nvalchemi.distributed import failures
+from nvalchemi.errors import ConfigError
 from nvalchemi.training import Hook, OptimizerConfig, TrainingSpan, TrainingStage, TrainingStrategy, ValidationConfig, around, on
 from nvalchemi.training.hooks import DDPHook, EarlyStopHook, GradientClipHook, MetricsHook, SpikeHook, StopOnSignalHook
 from tests.distributed.ddp_cases import Aware, Stored, own
@@ -81,6 +82,22 @@ def run(manager, data, *hooks, model=None, **settings):
         "plain": not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()),
         "validation": None if ctx is None else ctx.validation,
     }
+
+
+def unknown(manager):
+    """The strategy is not told of the ranks that there are."""
+    try:
+        TrainingStrategy(
+            models=line(),
+            optimizer_configs=OptimizerConfig(torch.optim.SGD, {"lr": 0.01}),
+            training_fn=predict,
+            loss_fn=squared,
+            num_epochs=1,
+            hooks=[DDPHook()],
+        ).run(batches(1, manager.rank))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def exhausted(manager):

@@ -9,6 +9,7 @@ from nvalchemi.distributed import single_process
 from nvalchemi.errors import CheckpointError, ConfigError, TrainingError
 from nvalchemi.objective import LossOutput, LossPart
 from nvalchemi.training import EnergyMSELoss, Hook, OptimizerConfig, TrainingSpan, TrainingStage, TrainingStrategy, around, on
+from nvalchemi.training.hooks import DDPHook, FSDP2Hook
 from nvalchemi.training.objectives import PredictionObjective
 
 SGD = OptimizerConfig(torch.optim.SGD, {"lr": 0.1})
@@ -413,6 +414,21 @@ def test_cross_checks_come_before_the_first_step(tmp_path):
     with pytest.raises(ConfigError, match=r"found: REF_energy, positions; needed: energy"):
         strategy(model, loss_fn=EnergyMSELoss(), training_fn=None).run(Loader([1]))
     assert model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("hook", [DDPHook, FSDP2Hook])
+def test_several_processes_that_the_strategy_does_not_know_of_are_refused(monkeypatch, hook):
+    # each would train by itself on all the data, and all of them would write to the same files
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=rf"{hook.__name__} divides.*found: 2 processes.*distributed_manager=DistributedManager"
+    ):
+        strategy(hooks=[hook()]).run(batches(1))
+    on_purpose = strategy(hooks=[hook()], distributed_manager=single_process("cpu")).run(batches(1))
+    without_a_hook = strategy().run(batches(1))
+    assert on_purpose.progress.step == without_a_hook.progress.step == 1
 
 
 def test_several_processes_without_a_data_parallel_hook_are_refused():

@@ -44,8 +44,8 @@ class DDPHook(DataParallelHook):
     Raises
     ------
     ConfigError
-        For a model that does not exist or has nothing to train, learnable parameters outside the part that is wrapped, a process group of
-        some ranks only, and data that cannot be divided.
+        In several processes that the strategy was not told of; for a model that does not exist or has nothing to train, learnable
+        parameters outside the part that is wrapped, a process group of some ranks only, and data that cannot be divided.
     TrainingError
         Where another rank's error ended the run: naming the rank and its error. Where parameters have no part in a step's loss, so that
         torch sends no gradients: naming them.
