@@ -16,17 +16,26 @@ from nvalchemi.ebm.integrators.fixed import (
     RK438Integrator,
     RungeKutta,
 )
+from nvalchemi.ebm.integrators.implicit import BackwardEulerMaruyamaIntegrator
 from nvalchemi.ebm.integrators.names import get_integrator
-from nvalchemi.ebm.integrators.symplectic import LeapfrogIntegrator, SymplecticIntegrator, symplectic_integrator
+from nvalchemi.ebm.integrators.symplectic import (
+    GeneralisedLeapfrogIntegrator,
+    LeapfrogIntegrator,
+    SymplecticIntegrator,
+    generalised_integrator,
+    symplectic_integrator,
+)
 
 __all__ = [
     "AdaptiveHeunIntegrator",
     "AdaptiveIntegrator",
+    "BackwardEulerMaruyamaIntegrator",
     "Bosh3Integrator",
     "Dopri5Integrator",
     "Dopri8Integrator",
     "EulerMaruyamaIntegrator",
     "FixedStepIntegrator",
+    "GeneralisedLeapfrogIntegrator",
     "HeunIntegrator",
     "Integrator",
     "LeapfrogIntegrator",
@@ -36,6 +45,7 @@ __all__ = [
     "RungeKutta",
     "SymplecticIntegrator",
     "check_stochastic",
+    "generalised_integrator",
     "get_integrator",
     "symplectic_integrator",
 ]

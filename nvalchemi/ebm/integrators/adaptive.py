@@ -60,6 +60,8 @@ class AdaptiveIntegrator(Integrator):
             raise ConfigError("no such tolerance", found=f"rtol={rtol}, atol={atol}, max_steps={max_steps}")
         self.rtol, self.atol, self.max_steps = float(rtol), float(atol), max_steps
 
+    even_calls: ClassVar[bool] = False
+
     @abstractmethod
     def table(self) -> Table:
         """The method's numbers."""

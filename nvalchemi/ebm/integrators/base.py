@@ -27,10 +27,13 @@ class Integrator(ABC):
         The error over a fixed time is of this order in the step.
     stochastic
         Whether a random increment can be added to its steps.
+    even_calls
+        Whether it calls the field as often whatever the state is; see `nvalchemi.ebm.samplers.Sampler.even_calls`.
     """
 
     order: ClassVar[int]
     stochastic: ClassVar[bool] = False
+    even_calls: ClassVar[bool] = True
 
     @abstractmethod
     def path(self, field: Field, x: Tensor, times: Sequence[float], increment: Increment | None = None) -> Iterator[Tensor]:
@@ -81,5 +84,5 @@ def check_stochastic(integrator: Integrator) -> None:
     if not integrator.stochastic:
         raise ConfigError(
             f"{type(integrator).__name__} solves no stochastic equation",
-            needed="'euler_maruyama' or 'heun', or another that is stochastic",
+            needed="'euler_maruyama', 'heun' or 'backward_euler_maruyama', or another that is stochastic",
         )

@@ -13,15 +13,18 @@ from nvalchemi.ebm.integrators.fixed import (
     RK4Integrator,
     RK438Integrator,
 )
+from nvalchemi.ebm.integrators.implicit import BackwardEulerMaruyamaIntegrator
 from nvalchemi.errors import ConfigError
 
 INTEGRATORS: dict[str, type[Integrator]] = {
     "euler": EulerMaruyamaIntegrator,
     "euler_maruyama": EulerMaruyamaIntegrator,
+    "backward_euler_maruyama": BackwardEulerMaruyamaIntegrator,
     "heun": HeunIntegrator,
     "midpoint": MidpointIntegrator,
     "rk4": RK4Integrator,
     "rk4_38": RK438Integrator,
+    "rk438": RK438Integrator,
     "adaptive_heun": AdaptiveHeunIntegrator,
     "bosh3": Bosh3Integrator,
     "dopri5": Dopri5Integrator,

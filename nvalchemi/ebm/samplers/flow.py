@@ -118,7 +118,7 @@ class FlowSampler(Sampler):
     @property
     def even_calls(self) -> bool:
         """See `Sampler.even_calls`; an adaptive integrator chooses its steps."""
-        return not isinstance(self.integrator, AdaptiveIntegrator)
+        return self.integrator.even_calls
 
     @property
     def energy_model(self) -> EnergyModel | None:

@@ -37,7 +37,8 @@ class LangevinDynamics(EnergySampler):
     clamp
         (lower, upper): every coordinate is bounded to this range after each step.
     integrator
-        ``"euler_maruyama"``, the step above; ``"heun"``, with two gradients a step and an error of the second order; or a
+        ``"euler_maruyama"``, the step above; ``"heun"``, with two gradients a step and an error of the second order;
+        ``"backward_euler_maruyama"``, with the gradient at the end of the step, for stiff energies; or a
         `nvalchemi.ebm.integrators.FixedStepIntegrator` that takes noise.
 
     Examples
@@ -74,6 +75,11 @@ class LangevinDynamics(EnergySampler):
         self.integrator = scheme
         # The usual scheme is done in place here: two passes over the positions, and no memory a step.
         self._by_hand = type(scheme) is EulerMaruyamaIntegrator
+
+    @property
+    def even_calls(self) -> bool:
+        """See `Sampler.even_calls`."""
+        return self.integrator.even_calls
 
     def moves(self, run: Run) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
         """See `Sampler.moves`."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from nvalchemi.ebm.chains import Chains, DenseChains
+from nvalchemi.ebm.integrators import GeneralisedLeapfrogIntegrator, generalised_integrator
 from nvalchemi.ebm.samplers.adaptation import AdaptiveSampler, DualAveraging, Way
 from nvalchemi.ebm.samplers.base import NOTHING, Run, check_start
 from nvalchemi.ebm.settings import Setting, Value, checked, spread, value
@@ -37,13 +37,12 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         The leapfrog step: a number, one number a chain (batch,), or a function of the step that gives either.
     n_leapfrog_steps
         Leapfrog steps a way.
-    n_fixed_point_steps
-        Iterations of an implicit equation.
-    tolerance
-        The greatest change of a coordinate in the last iteration, over 1 + its size, at which the equation counts as solved; the square
-        root of the dtype's resolution if not given.
+    n_fixed_point_steps, tolerance
+        Of the integrator, where it is given by name.
     temperature
         T: as ``step_size``.
+    integrator
+        ``"generalised_leapfrog"`` or a `nvalchemi.ebm.integrators.GeneralisedLeapfrogIntegrator`.
     """
 
     def __init__(
@@ -55,16 +54,13 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         n_fixed_point_steps: int = 8,
         tolerance: float | None = None,
         temperature: Setting = 1.0,
+        integrator: str | GeneralisedLeapfrogIntegrator = "generalised_leapfrog",
     ) -> None:
         super().__init__(model, step_size)
-        if n_leapfrog_steps < 1 or n_fixed_point_steps < 1:
-            raise ConfigError(
-                "no such way",
-                found=f"n_leapfrog_steps={n_leapfrog_steps}, n_fixed_point_steps={n_fixed_point_steps}",
-                needed="both at least 1",
-            )
-        self.metric_fn, self.tolerance = metric_fn, tolerance
-        self.n_leapfrog_steps, self.n_fixed_point_steps = n_leapfrog_steps, n_fixed_point_steps
+        if n_leapfrog_steps < 1:
+            raise ConfigError("no such way", found=f"n_leapfrog_steps={n_leapfrog_steps}", needed="at least 1")
+        self.metric_fn, self.n_leapfrog_steps = metric_fn, n_leapfrog_steps
+        self.integrator = generalised_integrator(integrator, n_fixed_point_steps=n_fixed_point_steps, tolerance=tolerance)
         self.temperature = checked("temperature", temperature)
 
     @property
@@ -79,32 +75,37 @@ class RiemannianManifoldHMC(AdaptiveSampler):
             raise ConfigError(
                 "a metric is one of vectors", found=f"{type(chains).__name__} {tuple(x.shape)}", needed="(batch, dim)"
             )
-        tolerance = torch.finfo(x.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
         check_start(chains.energy(self.energy, x), type(self).__name__)
         for step in range(run.n_steps):
             size = spread(value("step_size", self.step_size if average is None else average.current, step, chains), chains)
-            way = _Way(self, chains, value("temperature", self.temperature, step, chains), size, tolerance)
-            p = (way.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
-            before = way.hamiltonian(x, p)
-            there, p = way.go(x, p)
-            log_ratio = torch.where(way.solved, before - way.hamiltonian(there, p), -torch.inf)
+            h = _Hamiltonian(self, chains, value("temperature", self.temperature, step, chains))
+            p = (h.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
+            before = h.hamiltonian(x, p)
+            there, p, solved = self.integrator.way(h.slope, h.velocity, x, p, size, self.n_leapfrog_steps)
+            log_ratio = torch.where(solved, before - h.hamiltonian(there, p), -torch.inf)
             accepted = (log_ratio > run.uniform().log_()) & (log_ratio < torch.inf)
             x = chains.choose(accepted, there, x)
-            numbers = {"acceptance_rate": accepted.float().mean(), "unsolved": 1.0 - way.solved.float().mean()}
+            numbers = {"acceptance_rate": accepted.float().mean(), "unsolved": 1.0 - solved.float().mean()}
             yield x, log_ratio, numbers if run.diagnostics else NOTHING
 
 
-class _Way:
-    """One way of all chains by the generalised leapfrog method."""
+class _Hamiltonian:
+    """The Hamiltonian of all chains at a temperature."""
 
-    def __init__(self, sampler: RiemannianManifoldHMC, chains: Chains, temperature: Value, step: Value, tolerance: float) -> None:
-        self._sampler, self._chains, self._temperature, self._step = sampler, chains, temperature, step
-        self._tolerance = tolerance
-        self.solved = torch.ones(chains.size, dtype=torch.bool, device=chains.start.device)
+    def __init__(self, sampler: RiemannianManifoldHMC, chains: Chains, temperature: Value) -> None:
+        self._sampler, self._chains, self._temperature = sampler, chains, temperature
 
     def factor(self, x: Tensor) -> Tensor:
         """The lower factor of the metric (batch, dim, dim); NaN where it is not positive definite."""
-        factor, failed = torch.linalg.cholesky_ex(self._sampler.metric_fn(x))
+        metric = self._sampler.metric_fn(x)
+        if metric.ndim != 3 or metric.shape[0] not in (1, len(x)) or metric.shape[1:] != (x.shape[1], x.shape[1]):
+            raise ConfigError(
+                "metric_fn gives not one matrix a chain",
+                found=f"shape {tuple(metric.shape)}",
+                needed=f"{(len(x), x.shape[1], x.shape[1])}",
+                fix="metric.expand(len(x), -1, -1) where it is the same for all",
+            )
+        factor, failed = torch.linalg.cholesky_ex(metric)
         return torch.where((failed == 0)[:, None, None], factor, torch.nan)
 
     def hamiltonian(self, x: Tensor, p: Tensor) -> Tensor:
@@ -114,39 +115,12 @@ class _Way:
         volume = factor.diagonal(dim1=1, dim2=2).log().sum(1)
         return self._chains.energy(self._sampler.model, x) / self._temperature + 0.5 * white.square().sum(1) + volume
 
-    def go(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and momenta at the end of the way."""
-        half = 0.5 * self._step
-        for _ in range(self._sampler.n_leapfrog_steps):
-            p = self._fixed_point(p, partial(self._kicked, x, p, half))
-            middle = x + half * self._velocity(x, p)
-            x = self._fixed_point(x, partial(self._drifted, middle, p, half))
-            p = self._kicked(x, p, half, p)
-        return x, p
-
-    def _kicked(self, x: Tensor, p: Tensor, half: Value, guess: Tensor) -> Tensor:
-        """Momenta after half a kick, by forces that depend on momenta ``guess``."""
-        return p - half * self._slope(x, guess)
-
-    def _drifted(self, middle: Tensor, p: Tensor, half: Value, guess: Tensor) -> Tensor:
-        """Positions after the second half of a drift, by the metric at ``guess``."""
-        return middle + half * self._velocity(guess, p)
-
-    def _slope(self, x: Tensor, p: Tensor) -> Tensor:
+    def slope(self, x: Tensor, p: Tensor) -> Tensor:
         """The derivative of H with respect to the positions."""
         with differentiable():
             at = leaf(x)
             return input_gradient(self.hamiltonian(at, p.detach()), at)
 
-    def _velocity(self, x: Tensor, p: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, p: Tensor) -> Tensor:
         """G⁻¹ p."""
         return torch.cholesky_solve(p.unsqueeze(2), self.factor(x)).squeeze(2)
-
-    def _fixed_point(self, start: Tensor, equation: Callable[[Tensor], Tensor]) -> Tensor:
-        """The solution of ``y = equation(y)``; chains without one are noted."""
-        old, new = start, equation(start)
-        for _ in range(self._sampler.n_fixed_point_steps - 1):
-            old, new = new, equation(new)
-        apart = ((new - old).abs() / (1.0 + new.abs())).amax(1)
-        self.solved &= apart <= self._tolerance  # NaN compares false
-        return new

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nvalchemi.ebm.integrators import GeneralisedLeapfrogIntegrator
 from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, NoUTurnSampler, RiemannianManifoldHMC
 from nvalchemi.ebm.toy import FunnelModel, GaussianModel
 from nvalchemi.errors import ConfigError, TrainingError
@@ -119,3 +120,22 @@ def test_declarations_that_cannot_be():
             RiemannianManifoldHMC(Quadratic(), lambda x: x, **bad)
     with pytest.raises(ConfigError, match="vectors"):
         RiemannianManifoldHMC(Quadratic(), lambda x: x).sample(dim=(2, 2))
+    for wrong in (lambda x: torch.eye(2), lambda x: torch.eye(3).expand(len(x), 3, 3), lambda x: torch.eye(2).expand(7, 2, 2)):
+        with pytest.raises(ConfigError, match=r"one matrix a chain.*needed: \(4, 2, 2\)"):
+            RiemannianManifoldHMC(Quadratic(), wrong).sample(dim=2, n_samples=4, n_steps=1)
+    with pytest.raises(ConfigError, match="do not separate"):
+        RiemannianManifoldHMC(Quadratic(), lambda x: x, integrator="leapfrog")
+
+
+def test_an_integrator_of_ones_own():
+    """By name or made before, it is the same; and its settings are those that count."""
+    x = torch.randn(50, 2, generator=seeded())
+
+    def run(**made):
+        sampler = RiemannianManifoldHMC(Quadratic(), lambda x: (1 + x.square()).diag_embed(), 0.3, 2, **made)
+        return sampler.sample(x=x, n_steps=2, generator=seeded(), return_diagnostics=True)
+
+    by_name, numbers = run(n_fixed_point_steps=5)
+    made, _ = run(integrator=GeneralisedLeapfrogIntegrator(5))
+    assert torch.equal(by_name, made) and numbers["unsolved"].max() < 1
+    assert run(integrator=GeneralisedLeapfrogIntegrator(5, tolerance=1e-30))[1]["unsolved"].min() > 0.9
