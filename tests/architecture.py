@@ -28,7 +28,7 @@ ENVIRONMENT_OWNER = "distributed/manager.py"
 GRADIENT_OWNERS = {"models/gradient.py", "distributed/gathered.py"}
 BACKWARD_OWNER = "training/update.py"
 #: setup is the edge where it is decided, once, whether a run fits the number of its processes
-RANK_OWNERS = {"distributed/manager.py", "distributed/collectives.py", "training/setup.py"}
+RANK_OWNERS = {"distributed/manager.py", "distributed/ranks.py", "distributed/collectives.py", "training/setup.py"}
 
 
 def part_of(module: str) -> str:

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from nvalchemi.distributed.blocks import unsharded
 from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, exchange, gather
-from nvalchemi.distributed.manager import (
-    DistributedManager,
-    Manager,
-    SingleProcess,
-    join,
-    launched_as,
-    members,
-    single_process,
-    started_together,
-)
+from nvalchemi.distributed.manager import DistributedManager, join, launched_as, started_together
+from nvalchemi.distributed.ranks import Manager, SingleProcess, members, single_process
 from nvalchemi.distributed.state import full_state
 
 __all__ = [

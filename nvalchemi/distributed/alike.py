@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.distributed.collectives import broadcast, gather
-from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.distributed.tensors import is_sharded_tensor
 from nvalchemi.errors import ConfigError
 

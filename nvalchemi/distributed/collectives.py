@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.errors import ConfigError
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

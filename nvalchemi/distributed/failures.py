@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.notices import store
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.errors import TrainingError
 
 GRACE = 2.0  # seconds in which ranks that fail together hear of each other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.ranks import Manager
 
 
 def store() -> dist.Store:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nvalchemi.distributed.alike import give_to_all
 from nvalchemi.distributed.blocks import is_sharded
-from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.distributed.targets import Target
 from nvalchemi.errors import ConfigError, TrainingError
 

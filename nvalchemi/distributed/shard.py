@@ -13,8 +13,8 @@ from torch import nn
 
 from nvalchemi.distributed.alike import give_to_all
 from nvalchemi.distributed.blocks import follow_gradients, is_sharded, is_unit, reshard
-from nvalchemi.distributed.manager import Manager
 from nvalchemi.distributed.meta import Initialise, is_on_meta, materialise
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.distributed.reads import whole_reads
 from nvalchemi.distributed.targets import Target
 from nvalchemi.distributed.wrap import Wrap, units

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.distributed.blocks import reshard
-from nvalchemi.distributed.manager import Manager
+from nvalchemi.distributed.ranks import Manager
 from nvalchemi.distributed.tensors import full
 
 
