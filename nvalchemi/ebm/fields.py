@@ -14,6 +14,24 @@ from nvalchemi.models.energy import EnergyModel
 ENERGY_TYPES = ("dot", "l2", "mean")
 
 
+def output_of(given: Any, x: Tensor) -> Tensor:
+    """The field's values at ``x``, of what a field gives: these, or a tuple of these and activations.
+
+    Raises
+    ------
+    ConfigError
+        For a field of another shape than the points: nothing is broadcast.
+    """
+    output: Any = given[0] if isinstance(given, tuple) else given
+    if not isinstance(output, Tensor) or output.shape != x.shape:
+        raise ConfigError(
+            "a field and its points differ in shape",
+            found=tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__,
+            needed=tuple(x.shape),
+        )
+    return output
+
+
 def explicit_energy(output: Tensor, x: Tensor, energy_type: str) -> Tensor:
     """Energies (batch,) of the field's values at ``x``, both (batch, ...).
 
@@ -30,8 +48,7 @@ def energy_terms(output: Tensor, x: Tensor, energy_type: str) -> Tensor:
     ConfigError
         For a field of another shape than the points: nothing is broadcast.
     """
-    if output.shape != x.shape:
-        raise ConfigError("a field and its points differ in shape", found=tuple(output.shape), needed=tuple(x.shape))
+    output = output_of(output, x)
     return -0.5 * output.square() if energy_type == "l2" else x * output
 
 
@@ -67,5 +84,4 @@ class EqMEnergy(EnergyModel):
             return self._field(x, **conditions)
 
     def _field(self, x: Tensor, **conditions: Any) -> Tensor:
-        output = self.net(x, x.new_zeros(len(x)), **conditions)
-        return output[0] if isinstance(output, tuple) else output
+        return output_of(self.net(x, x.new_zeros(len(x)), **conditions), x)

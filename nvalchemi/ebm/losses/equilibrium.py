@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.ebm.couplings import Coupling
-from nvalchemi.ebm.fields import ENERGY_TYPES, energy_terms
+from nvalchemi.ebm.fields import ENERGY_TYPES, energy_terms, output_of
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.paths import Paths, Point, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
@@ -30,9 +30,9 @@ class EquilibriumMatching(ModelLoss):
 
         L = E w(t) |g(x_t) + c(t) u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
 
-    with x_0 noise, x_1 data, t uniform and w = 1 if nothing else is said, and the mean taken over the d coordinates: Wang and Du, Equilibrium matching, 2025 (where the
-    target of the linear path is written (ε - x) c(γ)). g points from the data to the noise, as the gradient of an energy does. c is λ
-    times
+    with x_0 noise, x_1 data, t uniform and w = 1 if nothing else is said, and the mean taken over the d coordinates: Wang and Du, Equilibrium
+    matching, 2025 (where the target of the linear path is written (ε - x) c(γ)). g points from the data to the noise, as the gradient of
+    an energy does. c is λ times
 
     - ``"truncated"``: min(1, (1 - t) / (1 - a)), the paper's choice; ``"linear"``: 1 - t; ``"constant"``: 1;
     - or a function of t.
@@ -167,7 +167,7 @@ class EquilibriumMatching(ModelLoss):
         t = torch.zeros_like(point.t) if self.time_invariant else point.t
         if self.energy_type == "none":
             output = model(point.x, t, **point.conditions)
-            return output if isinstance(output, tuple) else (output, None)
+            return output_of(output, point.x), output[1] if isinstance(output, tuple) else None
         with differentiable():
             at = leaf(point.x)
             output = model(at, t, **point.conditions)

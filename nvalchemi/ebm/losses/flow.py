@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.ebm.couplings import Coupling
+from nvalchemi.ebm.fields import output_of
 from nvalchemi.ebm.interpolants import Interpolant
 from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
@@ -24,13 +25,14 @@ class FlowMatching(ModelLoss):
 
         L = E w(t) |v(x_t, t) - u_t|² / d,        x_t = α x_1 + σ x_0,  u_t = dx_t/dt
 
-    with x_0 noise, x_1 data, t uniform and w = 1 if nothing else is said, and the mean taken over the d coordinates: Lipman et al., ICLR 2023; with a coupling of noise and
-    data, Tong et al., TMLR 2024. ``FlowSampler`` integrates v from t = 0 to 1.
+    with x_0 noise, x_1 data, t uniform and w = 1 if nothing else is said, and the mean taken over the d coordinates: Lipman et al., ICLR
+    2023; with a coupling of noise and data, Tong et al., TMLR 2024. ``FlowSampler`` integrates v from t = 0 to 1.
 
     Parameters
     ----------
     model
-        The velocity, called ``model(x, t, **conditions)``; or an energy, whose velocity is -∇E(x) at all times.
+        The velocity, called ``model(x, t, **conditions)``, alone or in a tuple with activations; or an energy, whose velocity is -∇E(x) at
+        all times.
     interpolant
         ``"linear"``, ``"cosine"``, ``"vp"`` or an instance.
     coupling
@@ -65,6 +67,6 @@ class FlowMatching(ModelLoss):
         if isinstance(self.model, EnergyModel):
             velocity = -energy_gradient(model, point.x.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)
         else:
-            velocity = model(point.x, point.t, **point.conditions)
+            velocity = output_of(model(point.x, point.t, **point.conditions), point.x)
         target = -point.velocity if self.negate_velocity else point.velocity
         return Terms({"loss": mean_square(velocity - target, point.weights)})

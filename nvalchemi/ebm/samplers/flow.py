@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.ebm.chains import DenseChains
+from nvalchemi.ebm.fields import output_of
 from nvalchemi.ebm.integrators import AdaptiveIntegrator, Integrator, check_stochastic, get_integrator
 from nvalchemi.ebm.interpolants import Interpolant, Prediction, get_interpolant
 from nvalchemi.ebm.record import Progress
@@ -47,8 +48,8 @@ class FlowSampler(Sampler):
     Parameters
     ----------
     model
-        A module called as ``model(x, t, **conditions)`` with x (batch, ...) and t (batch,), of the shape of x. An `EnergyModel` takes no
-        time, and stands for minus its gradient.
+        A module called as ``model(x, t, **conditions)`` with x (batch, ...) and t (batch,), which gives a tensor of the shape of x, or a
+        tuple that begins with it. An `EnergyModel` takes no time, and stands for minus its gradient.
     mode
         ``"ode"`` or ``"sde"``.
     interpolant
@@ -252,7 +253,7 @@ class FlowSampler(Sampler):
         if isinstance(self.model, EnergyModel):
             given = -self.model.gradient(x, **conditions)
         else:
-            given = self.model(x, torch.zeros_like(times) if self.time_invariant else times, **conditions)
+            given = output_of(self.model(x, torch.zeros_like(times) if self.time_invariant else times, **conditions), x)
         if self.negate_velocity:
             given = -given
         return self.interpolant.velocity(given, x, times, self.prediction), given

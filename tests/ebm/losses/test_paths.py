@@ -12,7 +12,7 @@ from nvalchemi.ebm.couplings import Coupling, ExactOTCoupling, SinkhornCoupling,
 from nvalchemi.ebm.fields import EqMEnergy
 from nvalchemi.ebm.losses import EnergyMatching, EquilibriumMatching, FlowMatching
 from nvalchemi.ebm.losses.equilibrium import dispersion
-from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, LangevinDynamics
+from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, MLPEnergy
 from tests.ebm.quadratic import Quadratic, assert_closed_form, seeded, standard_normal, visited
@@ -355,6 +355,25 @@ def test_conditions_of_an_energy():
     x, y = standard_normal(2, 6), torch.tensor([0, 1, 2, 0, 1, 2])
     for make in (FlowMatching, EquilibriumMatching, lambda m: matching(m, lambda_cd=0.0), matching):
         value(make(Labelled())(x, y=y, generator=seeded())).backward()
+
+
+@pytest.mark.parametrize("kind", [FlowMatching, EquilibriumMatching])
+def test_a_field_of_another_shape_is_told(kind):
+    """It would be broadcast against the target without notice; activations beside it are left alone."""
+    x = standard_normal(2, 4)
+
+    class Narrow(nn.Module):
+        def forward(self, x, t):
+            return x[:, :1]
+
+    with pytest.raises(ConfigError, match=r"differ in shape.*\(4, 1\).*needed: \(4, 2\)"):
+        kind(Narrow())(x)
+    with pytest.raises(ConfigError, match="differ in shape"):
+        FlowSampler(Narrow()).sample(x=x)
+    plain, active = field(), field(activations=True)
+    active.load_state_dict(plain.state_dict())
+    assert torch.equal(kind(plain)(x, generator=seeded()), kind(active)(x, generator=seeded()))
+    assert torch.equal(FlowSampler(plain, "ode").sample(x=x), FlowSampler(active, "ode").sample(x=x))
 
 
 def test_what_cannot_be_is_told():
