@@ -229,6 +229,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
     from nvalchemi.distributed.gathered import gathered_call
 
     names, places, shards = _sharded_parameters(module, unit, recurse=True)
+    empty = {name: p.detach() for name, p in module.named_parameters() if not p.numel() and name not in names}
     flat, spec = pytree.tree_flatten((args, kwargs))
     where = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     shape: list[Any] = []
@@ -251,7 +252,7 @@ def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any
         for i, tensor in zip(where, inputs, strict=True):
             values[i] = tensor
         given, named = pytree.tree_unflatten(values, spec)
-        with with_parameters(module, names, parameters):
+        with with_parameters(module, [*names, *empty], [*parameters, *empty.values()]):
             result = call_bare(module, *given, **named)
         leaves, form = pytree.tree_flatten(result)
         places_of = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]

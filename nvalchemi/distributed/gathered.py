@@ -94,7 +94,11 @@ def _rows(shape: torch.Size, stride: tuple[int, ...], placements: tuple[Any, ...
 
 def gather(places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor]:
     """Full parameters from this rank's parts: one collective for all that are of one kind."""
-    found: list[Tensor | None] = [None] * len(places)
+    # what has no entries is never sent
+    found: list[Tensor | None] = [
+        None if p.shape.numel() else s.new_empty(p.shape, dtype=p.dtype or s.dtype, device=p.device)
+        for p, s in zip(places, shards, strict=True)
+    ]
     for members in _alike(places, [place.dtype or shard.dtype for place, shard in zip(places, shards, strict=True)]):
         place = places[members[0]]
         if place.rows is None or len(members) == 1:
@@ -115,7 +119,9 @@ def gather(places: Sequence[Place], shards: Sequence[Tensor]) -> list[Tensor]:
 def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Give this rank's parts of the means over the ranks of their full gradients, of the dtypes and on the devices of ``like``."""
     given = [g if p.reduce_dtype is None else g.to(p.reduce_dtype) for p, g in zip(places, gradients, strict=True)]
-    found: list[Tensor | None] = [None] * len(places)
+    found: list[Tensor | None] = [
+        None if p.shape.numel() else g.new_empty(x.shape) for p, g, x in zip(places, given, like, strict=True)
+    ]
     for members in _alike(places, [g.dtype for g in given]):
         place = places[members[0]]
         if place.rows is None or len(members) == 1:
@@ -126,7 +132,7 @@ def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence
         sent = given[members[0]].new_empty(place.ranks, sum(sizes))
         for i, columns in zip(members, sent.split(sizes, 1), strict=True):
             flat = given[i].reshape(-1)
-            full_rows, rest = divmod(flat.numel(), columns.shape[1]) if columns.shape[1] else (0, 0)
+            full_rows, rest = divmod(flat.numel(), columns.shape[1])
             columns[:full_rows] = flat[: flat.numel() - rest].view(full_rows, -1)
             columns[full_rows:] = 0  # room beyond the last row of the parameter
             if rest:
@@ -144,11 +150,12 @@ def scatter(places: Sequence[Place], gradients: Sequence[Tensor], like: Sequence
 
 
 def _alike(places: Sequence[Place], dtypes: Sequence[torch.dtype]) -> list[list[int]]:
-    """The places that one collective can serve, by number."""
+    """The places that one collective can serve, by number; those without entries need none."""
     groups: dict[Any, list[int]] = {}
     for i, (place, dtype) in enumerate(zip(places, dtypes, strict=True)):
-        key = (id(place.mesh), place.placements, dtype, place.rows is None)
-        groups.setdefault(key, []).append(i)
+        if place.shape.numel():
+            key = (id(place.mesh), place.placements, dtype, place.rows is None)
+            groups.setdefault(key, []).append(i)
     return list(groups.values())
 
 

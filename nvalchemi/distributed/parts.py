@@ -58,8 +58,11 @@ def part_here(tensor: Any) -> Part:
 def sharded_like(tensor: Any, part: Tensor) -> Tensor:
     """A ``DTensor`` of the shape and placements of ``tensor`` whose block here is ``part``, on the device of the mesh."""
     module: Any = sys.modules[_MODULE]
+    here = tensor.to_local()
+    # what has no entries has shapes of torch's own on the ranks
+    part = part.to(here.device) if tensor.numel() else here.detach().clone()
     return module.DTensor.from_local(  # type: ignore[no-any-return]
-        part.to(tensor.to_local().device),
+        part,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

@@ -206,8 +206,10 @@ def _shard(net: nn.Module, parts: Sequence[nn.Module], options: dict[str, Any], 
 
     if not is_on_meta(net):
         give_to_all(chain(net.parameters(), net.buffers()), manager)  # each rank keeps its part of what must be one model
+    # torch cannot scatter gradients that have no entries, and there is nothing to divide
+    empty = {p for p in net.parameters() if not p.numel()}
     for part in (*parts, net):
-        fully_shard(part, **options)
+        fully_shard(part, **options, ignored_params=empty or None)
         if options["mesh"].device_type == "cpu":
             # gloo has no mean, and older torch took the sum for it: gradients were larger by the number of ranks
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]

@@ -28,7 +28,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank, without a graph. All ranks must call."""
-    return tensor.detach().full_tensor() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    if not is_sharded_tensor(tensor):
+        return tensor
+    if not tensor.numel():  # torch cannot gather what has no entries
+        return local(tensor).new_empty(tensor.shape)
+    return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
@@ -60,6 +64,7 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
         else:
             value = _reduced(value.double() ** order, over, dist.ReduceOp.SUM) ** (1.0 / order)
         found.append(value.to(parts[0].dtype))
+    found = found or [local(tensors[0]).new_zeros(())]
     return torch.stack([f.to(found[0].dtype) for f in found])
 
 
@@ -88,7 +93,7 @@ def _by_groups(tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[tuple[tupl
             over = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
             part = local(tensor)
             groups.setdefault((over, part.device), []).append(part)
-        else:
+        elif tensor.numel():  # no largest entry where there is none
             plain.append(tensor)
     return plain, groups
 

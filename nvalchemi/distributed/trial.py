@@ -29,7 +29,7 @@ def check_steps(name: str, optimizer: torch.optim.Optimizer) -> None:
         is left to the first step.
     """
     for group in optimizer.param_groups:
-        models = {_small(p): p for p in group["params"] if is_sharded_tensor(p)}
+        models = {_small(p): p for p in group["params"] if is_sharded_tensor(p) and p.numel()}
         if not models:
             continue
         kind = type(optimizer).__name__

@@ -140,5 +140,8 @@ def _shares(tensors: Mapping[str, Tensor], same: Mapping[str, str], manager: Man
     for rank, plan in enumerate(plans):
         for item in plan.items:
             part = Part(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-            if math.prod(part.sizes) or not math.prod(item.tensor_data.size):
+            if math.prod(part.sizes):
                 yield rank, item.index.fqn, part
+    for key, tensor in tensors.items():
+        if not tensor.numel() and key not in same:
+            yield 0, key, Part((0,) * tensor.dim(), tuple(tensor.shape))

@@ -19,7 +19,7 @@ from torch import Tensor
 from nvalchemi.data.tensor_file import CODES, DTYPES, Entry, TensorFile
 from nvalchemi.distributed import Manager
 from nvalchemi.distributed.parts import Part, part_here, sharded_like
-from nvalchemi.distributed.tensors import is_sharded_tensor, local
+from nvalchemi.distributed.tensors import full, is_sharded_tensor, local
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training.plans import Plans
 
@@ -79,7 +79,7 @@ def divide(state: Any, manager: Manager, file_of: Callable[[int], str], plans: P
     plan = (plans or Plans()).of(tensors, manager, file_of)
     entries = []
     for key, name in plan.own:
-        here = local(tensors[key])
+        here = local(tensors[key]) if tensors[key].numel() else full(tensors[key])
         here = here.detach() if here.requires_grad else here
         entries.append(Entry(name, here.dtype, tuple(here.shape), lambda t=here: t))  # type: ignore[misc]
     kinds = {key: (_code(tensor), tensor.shape) for key, tensor in tensors.items()}

@@ -48,7 +48,7 @@ class ZeroWhereVisited(Hook):
         if type(ctx.update) not in (Update, ScaledUpdate):
             return
         for optimizer in ctx.optimizers.values():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()):
                 with torch.enable_grad():
                     node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
                 # the node lives as long as somebody holds it

@@ -16,10 +16,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from nvalchemi.distributed import failures, unsharded
 from nvalchemi.distributed.shard import Sharding, Shards
 from nvalchemi.distributed.tensors import full
+from nvalchemi.ebm.losses import ScoreMatching
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import EnergyModel
-from nvalchemi.training import OptimizerConfig, TrainingStrategy, ValidationConfig
-from nvalchemi.training.hooks import FSDP2Hook
+from nvalchemi.training import Every, OptimizerConfig, TrainingStrategy, ValidationConfig
+from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, FSDP2Hook, GradientClipHook
 from tests.distributed.ddp_cases import own
 
 DIM, WIDTH = 5, 12
@@ -89,8 +90,25 @@ class Attentive(nn.Module):
         return self.out(torch.tanh(h + self.attention(h, h, h, need_weights=True)[0]).mean(1))
 
 
+class Vacant(nn.Module):
+    """Parameters without entries, as of a kind of feature that this network has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.none, self.out = nn.Linear(DIM, WIDTH), NoInputs(0, WIDTH), nn.Linear(WIDTH, 1)
+        self.rows, self.columns = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(4, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.into(x) + self.none(x[:, :0]))) + self.rows.sum() + self.columns.sum()
+
+
+class NoInputs(nn.Linear):
+    def reset_parameters(self) -> None:  # torch's warns that there is nothing to do
+        nn.init.ones_(self.bias)
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
-    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive)
+    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive, Vacant)
 }
 
 
@@ -155,7 +173,7 @@ def agrees(manager: Any, name: str, loss: str, each: bool) -> float:
         errors += [_error(p, q, "grad") for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
         with torch.no_grad():
             for m in (whole, model):
-                for p in m.parameters():
+                for p in (p for p in m.parameters() if p.numel()):
                     p -= 0.05 * p.grad
     shards.reshard()
     errors += [_error(p, q) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
@@ -176,7 +194,7 @@ def _error(wanted: Any, got: Any, what: str | None = None) -> float:
         wanted, got = getattr(wanted, what), getattr(got, what)
         if wanted is None or got is None:
             return 0.0 if all(g is None or not full(g).any() for g in (wanted, got)) else float("inf")
-    return float((full(got) - wanted).detach().abs().max())
+    return float((full(got) - wanted).detach().abs().max()) if wanted.numel() else 0.0
 
 
 class Reads(nn.Module):
@@ -297,6 +315,29 @@ def read_within(manager: Any) -> str:
     """The cure: the reader is a part."""
     train(manager, Energy(Around()).double(), wrap=Reads)
     return "nothing"
+
+
+def vacant_run(manager: Any, how: str, folder: str) -> list[tuple[str, Tensor]]:
+    """Three steps, a save and two more in another run, with an average; then the whole weights and their average."""
+    hook = DDPHook if how == "ddp" else FSDP2Hook
+    from torch.distributed.fsdp import fully_shard
+
+    for steps in (3, 5):
+        torch.manual_seed(0)
+        model = Energy(Vacant()).double()
+        if how == "by hand" and manager.distributed:
+            fully_shard(model.net)
+        ema = EMAHook(0.5)
+        TrainingStrategy(
+            models=model,
+            optimizer_configs=OptimizerConfig(torch.optim.AdamW, {"lr": 0.01}),
+            loss_fn=ScoreMatching(model),
+            num_steps=steps,
+            distributed_manager=manager,
+            hooks=[hook(), ema, GradientClipHook(0.1, norm_type=float("inf")), CheckpointHook(folder, every=Every(steps=3))],
+            resume_from="latest",
+        ).run(own([torch.ones(4, DIM).double() for _ in range(5)], manager))
+    return [(name, full(t)) for state in (model.state_dict(), ema.weights()) for name, t in state.items()]
 
 
 def running_means(manager: Any) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from nvalchemi.distributed import single_process
 from tests.distributed import odd_net_cases as cases
 
 CASES = "tests.distributed.odd_net_cases"
@@ -15,6 +17,15 @@ CASES = "tests.distributed.odd_net_cases"
 def test_same_gradients_and_buffers(ranks, name, loss, each):
     """Hooks of a user's own run; buffers that a forward moves move once, and what is computed again sees them as they were."""
     assert max(ranks.call(f"{CASES}:agrees", name, loss, each)) < 1e-11
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "by hand"])
+def test_parameters_without_entries_are_trained_averaged_saved_and_loaded(ranks, how, tmp_path):
+    wanted = cases.vacant_run(single_process("cpu"), how, str(tmp_path / "alone"))
+    for got in ranks.call(f"{CASES}:vacant_run", how, str(tmp_path / "ranks")):
+        assert [(name, tensor.shape) for name, tensor in got] == [(name, tensor.shape) for name, tensor in wanted]
+        for (_, a), (_, b) in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -79,17 +79,23 @@ class EMAHook(Hook):
         self._models: dict[str, nn.Module] = {}
         self._weights: list[Tensor] = []
         self._averages: dict[float, _Average] = {}
+        self._empty: dict[str, set[str]] = {}
         self._low: bool = False
+
+    @on(TrainingStage.SETUP)
+    def look(self, ctx: TrainContext) -> None:
+        """Note which weights have no entries from the start."""
+        self._empty = {name: _empty(model) for name, model in ctx.models.items()}
 
     @on(TrainingStage.BUILT)
     def start(self, ctx: TrainContext) -> None:
         """Clone the weights, as wrapping and sharding left them."""
         names = chosen_models(ctx, self.models, "EMAHook averages")
-        empty = [f"{name}.{key}" for name in names for key, p in ctx.models[name].named_parameters() if p.numel() == 0]
+        empty = [f"{name}.{key}" for name in names for key in _empty(ctx.models[name]) - self._empty[name]]
         if empty:
             raise ConfigError(
                 "there is nothing to average: weights are empty on this rank",
-                found=", ".join(empty[:5]),
+                found=", ".join(sorted(empty)[:5]),
                 fix="an engine has divided them where no hook sees it; FSDP2Hook() divides weights that can be averaged",
             )
         self.count = 0
@@ -321,6 +327,10 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
 
 def _named(model: nn.Module, tensors: Any) -> dict[str, Tensor]:
     return {plain_name(model, key): tensor.detach() for key, tensor in tensors}
+
+
+def _empty(model: nn.Module) -> set[str]:
+    return {plain_name(model, key) for key, parameter in model.named_parameters() if parameter.numel() == 0}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

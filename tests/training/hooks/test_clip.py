@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from nvalchemi.distributed.tensors import total_norm
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import TrainingStage, on
 from nvalchemi.training.hooks import GradientClipHook, MixedPrecisionHook
@@ -64,6 +65,12 @@ def test_any_norm(norm_type, norm):
     ((gradient, seen),) = gradients_seen([GradientClipHook(2.0, norm_type)], rows((3.0, 4.0)))
     assert seen == pytest.approx(norm)
     torch.testing.assert_close(gradient, torch.tensor([[3.0, 4.0]]) * 2.0 / norm)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_parameters_without_entries_have_no_part_in_it(norm_type):
+    assert total_norm([torch.ones(0, 3), torch.tensor([3.0])], norm_type).item() == 3.0
+    assert total_norm([torch.ones(0, 3)], norm_type).item() == 0.0
 
 
 def test_all_parameters_together():
