@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nvalchemi.data.datapipes.files import open_files
-from nvalchemi.data.datapipes.layout import ARRAY_FORMAT, Cut, check_metadata, check_name
+from nvalchemi.data.datapipes.layout import ARRAY_FORMAT, DTYPES, Cut, check_metadata, check_name
 from nvalchemi.data.datapipes.reader import Indices, as_indices
 from nvalchemi.data.datapipes.store_reader import CACHE_BYTES, StoreReader
 from nvalchemi.data.datapipes.store_writer import StoreWriter
@@ -236,10 +236,17 @@ class ArrayZarrReader:
 
 def _as_rows(name: str, value: Array) -> np.ndarray:
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise DataError(f"array {name} has no rows to write", found=value.layout, fix="write tensor.to_dense()")
         try:
-            rows = value.detach().cpu().numpy()
+            rows = value.detach().resolve_neg().cpu().numpy()
         except TypeError as error:  # numpy has no such numbers
-            raise DataError(f"array {name} has a dtype that the store cannot hold", found=value.dtype) from error
+            raise DataError(
+                f"array {name} has a dtype that the store cannot hold",
+                found=value.dtype,
+                needed=", ".join(DTYPES),
+                fix="write tensor.float(); a model in short numbers takes batches of float32 under MixedPrecisionHook('bf16')",
+            ) from error
     else:
         rows = np.asarray(value)
     if rows.ndim == 0:

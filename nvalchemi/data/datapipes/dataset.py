@@ -58,7 +58,11 @@ class BaseDataset(ABC):
         if callable(transforms) or not all(callable(transform) for transform in transforms):
             raise ConfigError("transforms is a sequence of callables", found=repr(transforms), fix="transforms=[...]")
         if dtype not in (None, torch.float32, torch.float64):
-            raise ConfigError("batches are made in float32 or float64", found=dtype)
+            raise ConfigError(
+                "batches are made in float32 or float64",
+                found=dtype,
+                fix="for shorter numbers let the model compute in them: MixedPrecisionHook('bf16'), or FSDP2Hook(param_dtype=...)",
+            )
         self.name = name
         self.device = torch.device(device)
         self.transforms = tuple(transforms)

@@ -187,7 +187,7 @@ class _Dense:
 def _all_samples(source: Any) -> Samples:
     """Every sample of any source that `InMemoryDataset` takes, as one batch or as dense tensors."""
     if isinstance(source, Batch):
-        return source
+        return source.to("cpu")
     if isinstance(source, Tensor | np.ndarray):
         return _rows("the array", source)
     if isinstance(source, Mapping):
@@ -206,7 +206,17 @@ def _all_samples(source: Any) -> Samples:
 
 
 def _rows(field: str, value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value).cpu()
+    except (TypeError, ValueError) as error:  # words, objects, numbers in another machine's order of bytes
+        raise DataError(
+            f"{field} cannot become a tensor",
+            found=f"{getattr(value, 'dtype', type(value).__name__)}",
+            needed="numbers as torch has them",
+            fix="convert them first, such as by array.astype('float32')",
+        ) from error
+    if tensor.layout != torch.strided:
+        raise DataError(f"{field} has no rows to cut out", found=tensor.layout, fix="give tensor.to_dense()")
     if tensor.dim() == 0 or not len(tensor):
         raise DataError(f"{field} holds no samples", found=f"shape {tuple(tensor.shape)}", needed="(n, ...) with n at least 1")
     return tensor

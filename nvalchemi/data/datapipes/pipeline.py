@@ -156,13 +156,15 @@ def check_finite(samples: Samples, idx: NDArray[np.int64], name: str) -> None:
 
 
 def _all_finite(values: Tensor) -> bool:
+    if values.dtype not in (torch.float16, torch.float32, torch.float64):
+        values = values.float()  # NumPy has no such numbers
     # A sum is not finite if any term is not, and is the cheapest look at every number. It may also overflow; a second look decides.
     with np.errstate(all="ignore"):
         return math.isfinite(values.detach().numpy().sum())
 
 
 def _first_bad_row(values: Tensor) -> int | None:
-    finite = torch.isfinite(values).reshape(len(values), -1).all(1)
+    finite = torch.isfinite(values.float() if values.itemsize < 2 else values).reshape(len(values), -1).all(1)
     return None if bool(finite.all()) else int((~finite).nonzero()[0])
 
 

@@ -30,6 +30,21 @@ def test_one_array_comes_back_as_a_tensor(tmp_path: Path) -> None:
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["r1/sample/x"][:], x.numpy())  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (
+            torch.ones(3, 2, dtype=torch.bfloat16),
+            r"found: torch.bfloat16; needed: bool, .*float64; do this: write tensor.float\(\)",
+        ),
+        (torch.eye(3).to_sparse(), r"found: torch.sparse_coo; do this: write tensor.to_dense\(\)"),
+    ],
+)
+def test_tensors_that_numpy_lacks_are_told_with_the_cure(tensor: torch.Tensor, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        ArrayZarrWriter(tmp_path / "x.zarr").write(tensor)
+
+
 def test_named_arrays_come_back_as_a_mapping(tmp_path: Path) -> None:
     arrays = {"image": torch.randint(0, 255, (9, 3, 8, 8), dtype=torch.uint8), "label": np.arange(9)}
     ArrayZarrWriter(tmp_path / "x.zarr", units={"label": "class"}).write(arrays)

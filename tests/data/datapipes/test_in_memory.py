@@ -114,6 +114,40 @@ def test_wrong_sources(source: object) -> None:
         InMemoryDataset(source)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64])
+def test_dense_samples_of_any_dtype(dtype: torch.dtype) -> None:
+    values = torch.randn(6, 3).to(dtype)
+    found = InMemoryDataset({"x": values, "label": torch.arange(6)}).read_many([4, 1])
+    assert isinstance(found, dict) and found["x"].dtype is dtype
+    assert torch.equal(found["x"].to(torch.complex64), values.to(torch.complex64)[[4, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_short_numbers_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    values = torch.ones(4, 2)
+    values[2, 1] = torch.nan
+    with pytest.raises(DataError, match="values of sample 2 of memory are not finite"):
+        InMemoryDataset(values.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (np.ones((3, 2), ">f4"), "cannot become a tensor; found: >f4"),
+        (np.array(["a", "b"]), "cannot become a tensor; found: <U1"),
+        (torch.eye(3).to_sparse(), r"no rows to cut out; found: torch.sparse_coo; do this: give tensor.to_dense\(\)"),
+    ],
+)
+def test_what_torch_has_no_rows_for_is_told(source: object, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        InMemoryDataset(source)
+
+
+def test_short_batches_are_refused_with_the_way_to_compute_in_them() -> None:
+    with pytest.raises(ConfigError, match="MixedPrecisionHook"):
+        InMemoryDataset(torch.ones(3, 2), dtype=torch.bfloat16)
+
+
 def test_filling_and_serving_are_fast(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     data = [structure(i, int(random.integers(5, 61)), frozenset({"energy", "forces"}), torch.float32) for i in range(300)]
