@@ -247,7 +247,7 @@ def energy_matching(model: EnergyModel) -> tuple[Loss, Loss]:
         return matching_flow(model, x) + contrastive
 
     loss_fn = losses.EnergyMatching(model, coupling="independent", n_langevin_steps=steps)
-    return floor, lambda x: loss_fn(x)[0]
+    return floor, loss_fn
 
 
 Make = Callable[[Any], tuple[Loss, Loss]]

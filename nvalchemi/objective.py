@@ -254,12 +254,15 @@ class ModelLoss(RankLocal, ABC):
         Names of the terms.
     rank_local
         Whether each rank has a state of its own, such as its chains.
+    returns_samples
+        Whether a call gives the samples that were drawn beside the loss.
     chains
         The persistent chains of this rank, a `nvalchemi.ebm.buffer.ReplayBuffer`, in a loss that keeps some; none in all others.
     """
 
     parts: tuple[str, ...] = ("loss",)
     rank_local: bool = False
+    returns_samples: bool = True
 
     @property
     def chains(self) -> Any:
@@ -290,7 +293,7 @@ class ModelLoss(RankLocal, ABC):
         terms = self.terms(self.model, x, generator=generator, step=step, conditions=conditions)
         first, *others = terms.means().values()
         loss = sum(others, first)
-        return loss if terms.samples is None else (loss, terms.samples)
+        return (loss, terms.samples) if self.returns_samples and terms.samples is not None else loss
 
     @abstractmethod
     def terms(

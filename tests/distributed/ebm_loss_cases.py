@@ -270,7 +270,7 @@ def pooled_by_hand(name: str, sizes: list[list[int]]) -> dict[str, Any]:
     result: dict[str, Any] = {"gradients": [], "losses": []}
     for step in range(len(sizes[0])):
         optimizer.zero_grad()
-        loss = loss_fn(torch.cat([batches_of(sizes, rank)[step] for rank in range(2)]))[0]
+        loss = loss_fn(torch.cat([batches_of(sizes, rank)[step] for rank in range(2)]))
         loss.backward()
         result["losses"].append(loss.item())
         result["gradients"].append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])

@@ -13,6 +13,7 @@ from nvalchemi.data.datapipes import DataLoader, InMemoryDataset
 from nvalchemi.data.transforms import NeighborList
 from nvalchemi.ebm import losses as ebm_losses
 from nvalchemi.ebm.losses import (
+    ConditionDropout,
     ContrastiveDivergence,
     DenoisingScoreMatching,
     EnergyDiscrepancy,
@@ -54,6 +55,12 @@ def langevin(model):
 
 #: loss of a model of vectors -> how it is made
 OF_VECTORS = {
+    ConditionDropout: [
+        lambda m: ConditionDropout(EnergyMatching(m, n_langevin_steps=2), 0.5, 0.0),
+        lambda m: ConditionDropout(
+            ContrastiveDivergence(m, langevin(m), k_steps=2, persistent=True, buffer_size=7, init_steps=2), 0.5, 0.0
+        ),
+    ],
     ContrastiveDivergence: [
         lambda m: ContrastiveDivergence(m, langevin(m), k_steps=2),
         lambda m: ContrastiveDivergence(
@@ -111,6 +118,13 @@ class Field(nn.Module):
         return self.net(torch.cat([x, t.reshape(-1, 1).expand(len(x), 1)], 1))
 
 
+class Conditioned(MLPEnergy):
+    """An energy that is told a number a sample."""
+
+    def forward(self, x, y):
+        return super().forward(torch.cat([x, y], 1))
+
+
 def vectors():
     return InMemoryDataset(torch.randn(14, 2, generator=torch.Generator().manual_seed(0)))
 
@@ -122,9 +136,14 @@ def vectors():
 def test_a_loss_of_vectors_resumes(kind, make):
     def build(folder):
         torch.manual_seed(3)
+        loader = DataLoader(vectors(), batch_size=4, shuffle=True, seed=5)
         model = Field() if kind in (EquilibriumMatching, FlowMatching) else MLPEnergy(2, 8)
+        if kind is ConditionDropout:
+            model = Conditioned(3, 8)
+            rows = torch.randn(14, 3, generator=torch.Generator().manual_seed(0))
+            loader = [{"x": some[:, :2], "y": some[:, 2:]} for some in rows.split(4)]
         strategy = TrainingStrategy(models=model, optimizer_configs=ADAM, loss_fn=make(model), num_steps=1)
-        return strategy, DataLoader(vectors(), batch_size=4, shuffle=True, seed=5)
+        return strategy, loader
 
     assert_resumes(build, steps=9, stop_at=5)
 

@@ -47,7 +47,7 @@ class ConditionDropout(ModelLoss):
             raise ConfigError("no such chance", found=chance, needed="from 0 to 1")
         check_null(null_condition)
         self.loss, self.chance, self.null_condition, self.condition = loss, chance, null_condition, condition
-        self.parts, self.rank_local = loss.parts, loss.rank_local
+        self.parts, self.rank_local, self.returns_samples = loss.parts, loss.rank_local, loss.returns_samples
 
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]

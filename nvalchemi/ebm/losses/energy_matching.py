@@ -43,8 +43,9 @@ class EnergyMatching(ScalarEnergyLoss):
     First train with ``lambda_cd=0``, where no chain is run, then with a positive one: set the attribute, or give a function of the step
     such as ``lambda step: 0.0 if step < 2000 else 2.0``, which alone is called with ``loss_fn(x, step=step)``.
 
-    A call gives ``(loss, negatives)``, or the loss alone while λ is 0. Conditions, such as labels y, are told to the energy with the data and all
-    along the chains: to a chain from data those of its beginning, to the chains from noise those of the rows that are left.
+    A call gives the loss, a scalar, in both phases; `negatives` gives ends of chains. Conditions, such as labels y, are told to the energy with
+    the data and all along the chains: to a chain from data those of its beginning, to the chains from noise those of the rows that are
+    left.
 
     Parameters
     ----------
@@ -76,6 +77,7 @@ class EnergyMatching(ScalarEnergyLoss):
     """
 
     parts = ("flow", "contrastive")
+    returns_samples = False  # a call would give one thing in one phase and two in the other
 
     def __init__(
         self,

@@ -233,10 +233,12 @@ def test_the_bound_of_the_contrastive_term():
 
 def test_warm_up_runs_no_chain():
     loss_fn, x = matching(lambda_cd=lambda step: 0.0 if step < 10 else 2.0), standard_normal(2, 8)
-    alone = loss_fn(x, generator=seeded(), step=9)
-    assert isinstance(alone, torch.Tensor)
-    loss, negatives = loss_fn(x, generator=seeded(), step=10)
-    assert negatives.shape == x.shape and loss.requires_grad
+    for step in (9, 10):  # a loop of one's own sees no difference
+        loss = loss_fn(x, generator=seeded(), step=step)
+        assert loss.shape == () and loss.requires_grad
+        values, negatives = loss_fn.terms(loss_fn.model, x, generator=seeded(), step=step, conditions={})
+        assert (negatives is None) == (values["contrastive"] is None) == (step == 9)
+    assert negatives.shape == x.shape
     with pytest.raises(ConfigError, match="function of the step"):
         loss_fn(x, generator=seeded())
     loss_fn.lambda_cd = 0.0
@@ -248,7 +250,7 @@ def test_a_sampler_of_ones_own():
     model, x = mlp(), standard_normal(2, 8)
     sampler = LangevinDynamics(model, step_size=0.01, clamp=(-0.5, 0.5), temperature=3.0)
     loss_fn = matching(model, sampler=sampler)
-    assert float(loss_fn(x, generator=seeded())[1].abs().max()) <= 0.5
+    assert float(loss_fn.negatives(x, generator=seeded()).abs().max()) <= 0.5
     assert sampler.temperature == 3.0 and sampler.noise_scale == 1.0
 
 
@@ -333,8 +335,7 @@ def test_paths_may_begin_elsewhere():
     """x0 is where they begin, and where the chains of energy matching from noise begin."""
     x, x0 = standard_normal(2, 8), standard_normal(2, 8, seed=1) + 50
     loss_fn = matching(noise_fraction=1.0, n_langevin_steps=0)
-    loss, negatives = loss_fn(x, x0=x0, generator=seeded())
-    assert float(negatives.min()) > 40 and loss.isfinite()
+    assert float(loss_fn.negatives(x, x0, seeded()).min()) > 40 and loss_fn(x, x0=x0, generator=seeded()).isfinite()
     assert torch.equal(FlowMatching(field()).paths.draw(x, seeded(), {"x0": x0}).noise, x0)
 
 
