@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -182,7 +182,8 @@ class PendingSave:
                 self._draft.put(note_of(rank), {"files": entries})
         except Exception as error:
             self._error = error  # before the main thread hears that this is done
-            self._draft.put(note_of(rank), {"error": f"{type(error).__name__}: {error}"})
+            with suppress(OSError):  # a disk that refuses the files may refuse the note, too: the main threads tell each other
+                self._draft.put(note_of(rank), {"error": f"{type(error).__name__}: {error}"})
             raise
 
     def _appear(self) -> None:

@@ -91,6 +91,7 @@ def manifest(ctx: TrainContext) -> dict[str, Any]:
         "progress": ctx.progress.state_dict(),
         "metrics": ctx.validation,
         "world_size": ctx.manager.world_size,
+        "sitting": ctx.sitting,
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

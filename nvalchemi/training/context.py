@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,8 @@ class TrainContext:
         Micro-batches of a full step, as declared.
     generator
         This rank's random generator on the run's device.
+    sitting
+        Something that no other call of ``run`` has; rank 0's is in the checkpoints that it saves.
     cursor, hooks, optimizers, schedulers, update
         The loader's position, the hook table, what was built from the optimizer configs, and the owner of backward and step.
     scaled_rates
@@ -166,6 +169,7 @@ class TrainContext:
     objective: Objective
     progress: Progress
     generator: torch.Generator
+    sitting: str = field(default_factory=lambda: uuid.uuid4().hex)
     several_models: bool = False
     num_epochs: int | None = None
     num_steps: int | None = None

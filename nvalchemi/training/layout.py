@@ -138,10 +138,28 @@ def read(place: Directory) -> SavedCheckpoint:
     absent = [key for key in ("serial", "progress", "files") if key not in manifest]
     if absent:
         raise CheckpointError(f"{path / MANIFEST} is incomplete", needed=", ".join(absent))
-    files = manifest["files"]
-    if not isinstance(files, dict) or not all(isinstance(e, dict) and e.keys() >= {"bytes", "sha256"} for e in files.values()):
-        raise CheckpointError(f"{path / MANIFEST} is damaged", needed="size and SHA-256 of every file")
+    damaged = _damaged(manifest)
+    if damaged:
+        raise CheckpointError(f"{path / MANIFEST} is damaged", found=f"{', '.join(damaged)} of another kind than was written")
     return SavedCheckpoint(store, manifest)
+
+
+def _damaged(manifest: Mapping[str, Any]) -> list[str]:
+    """What of a manifest is not of the kind that was written: whoever reads one relies on that."""
+    progress, metrics, files = manifest["progress"], manifest.get("metrics"), manifest["files"]
+    whole = {
+        "version": manifest["version"] >= 1,
+        "serial": type(manifest["serial"]) is int,
+        "progress": isinstance(progress, dict) and "step" in progress and all(type(count) is int for count in progress.values()),
+        "metrics": isinstance(metrics, dict | None) and all(isinstance(v, int | float | None) for v in (metrics or {}).values()),
+        "world_size": type(manifest.get("world_size", 1)) is int and manifest.get("world_size", 1) >= 1,
+        "size and SHA-256 of every file": isinstance(files, dict) and all(map(_is_entry, files.values())),
+    }
+    return [name for name, good in whole.items() if not good]
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
 
 
 def list_checkpoints(directory: Directory) -> list[SavedCheckpoint]:

@@ -110,3 +110,37 @@ def test_foreign_and_newer_formats_are_refused(tmp_path):
     (folder / layout.MANIFEST).write_text(json.dumps({"format": layout.FORMAT, "version": 1}))
     with pytest.raises(CheckpointError, match="incomplete"):
         layout.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"version": 0}, "version"),
+        ({"serial": "x"}, "serial"),
+        ({"serial": None}, "serial"),
+        ({"progress": []}, "progress"),
+        ({"progress": {}}, "progress"),
+        ({"progress": {"step": None}}, "progress"),
+        ({"progress": {"step": 2, "samples": "8"}}, "progress"),
+        ({"metrics": [1.0]}, "metrics"),
+        ({"metrics": {"loss": "low"}}, "metrics"),
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": "two"}, "world_size"),
+        ({"files": []}, "every file"),
+        ({"files": {"shared.pt": {"bytes": "9", "sha256": "0"}}}, "every file"),
+        ({"files": {"shared.pt": {"bytes": 9}}}, "every file"),
+    ],
+)
+def test_a_manifest_of_other_kinds_is_damaged_and_in_nobodys_way(tmp_path, caplog, change, word):
+    save(tmp_path, 1, {"loss": 2.0})
+    other = save(tmp_path, 2, {"loss": 1.0}).path
+    manifest = json.loads((other / layout.MANIFEST).read_text())
+    (other / layout.MANIFEST).write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is damaged; found: .*{word}"):
+        layout.read(other)
+    assert layout.latest(tmp_path).step == 1
+    assert layout.best(tmp_path, "loss").step == 1
+    assert save(tmp_path, 3).step == 3
+    layout.prune(tmp_path, 1, 1)
+    assert [c.step for c in layout.list_checkpoints(tmp_path)] == [1, 3]
+    assert str(other) in caplog.text

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvalchemi.data.address import where
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training import checkpoint, layout
+from nvalchemi.training.agreement import first_rank
 from nvalchemi.training.background import HostCopies, PendingSave
 from nvalchemi.training.hook import Every, PeriodicHook, around, on
 from nvalchemi.training.plans import Plans
@@ -54,7 +55,8 @@ class CheckpointHook(PeriodicHook):
         For settings that cannot work; at the start of a run that does not resume, where the folder already holds checkpoints; and
         at a save, where ``metric`` is not among the validation's.
     CheckpointError
-        Where the disk refuses; with ``async_save`` at the next save or at the end of the run.
+        Where the disk refuses, and where another run has begun to save in the same folder; with ``async_save`` at the next save or at the
+        end of the run.
     """
 
     order = Order.SAVE
@@ -92,6 +94,7 @@ class CheckpointHook(PeriodicHook):
         self._pending: PendingSave | None = None
         self._saved: tuple[int, int] | None = None
         self._scored: dict[str, float] | None = None
+        self._sittings: set[str | None] = set()  # of which checkpoints may be in the folder
 
     @on(TrainingStage.TRAINING_START)
     def look(self, ctx: TrainContext) -> None:
@@ -105,6 +108,7 @@ class CheckpointHook(PeriodicHook):
                 fix='go on with resume_from="latest", or give CheckpointHook another folder',
             )
         saved = layout.list_checkpoints(self.checkpoint_dir) if present else []
+        self._sittings = {ctx.sitting, *(c.manifest.get("sitting") for c in saved)}
         # A finished run that is resumed has nothing new to save.
         self._saved = place(saved[-1].manifest["progress"]) if saved else None
         self._scored = saved[-1].manifest.get("metrics") if saved else None
@@ -125,13 +129,32 @@ class CheckpointHook(PeriodicHook):
             self._pending = checkpoint.save_behind(ctx, self.checkpoint_dir, self._plans, self._copies, self._thread, self._prune)
         else:
             checkpoint.save(ctx, self.checkpoint_dir, self._plans)
-            if ctx.manager.rank == 0:
-                self._prune()
+            first_rank(self._prune, ctx.manager)
         self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
+
+    def _check_alone(self) -> None:
+        """Of two runs in one folder, each would delete the other's checkpoints, and a resume would take up whichever saved last."""
+        assert self.checkpoint_dir is not None
+        saved = layout.list_checkpoints(self.checkpoint_dir)
+        others = [c.path.name for c in saved if c.manifest.get("sitting") not in self._sittings]
+        if others:
+            raise CheckpointError(
+                f"another run saves its checkpoints in {self.checkpoint_dir}, too",
+                found=f"{', '.join(others[-3:])}, which appeared there since this run began",
+                fix="give each run a folder of its own; nothing was deleted",
+            )
 
     def _prune(self) -> None:
         assert self.checkpoint_dir is not None
-        layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+        self._check_alone()
+        try:
+            layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+        except OSError as error:
+            raise CheckpointError(
+                f"older checkpoints in {self.checkpoint_dir} could not be deleted",
+                found=str(error),
+                fix="see to the permissions, or keep all of them with keep_last=None; the new one is there",
+            ) from error
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is there; all ranks must call.
@@ -170,8 +193,8 @@ class CheckpointHook(PeriodicHook):
         now = place(ctx.progress.state_dict())
         if ctx.progress.samples and (self._saved != now or self._scored != ctx.validation):
             self.act(ctx)
-        elif ctx.progress.samples and ctx.manager.rank == 0 and self._pending is None:
-            self._prune()  # a run that was killed between its last save and this
+        elif ctx.progress.samples and self._pending is None:
+            first_rank(self._prune, ctx.manager)  # a run that was killed between its last save and this
         self.settle()
 
     @around(TrainingSpan.RUN)

@@ -1,6 +1,7 @@
 """Checkpoints written while training goes on."""
 
 import errno
+import shutil
 import threading
 
 import pytest
@@ -112,6 +113,21 @@ def test_a_checkpoint_that_cannot_appear_is_told_at_once(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device"):
         run(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_that_is_gone_in_the_middle_of_a_save_is_told_as_such(tmp_path, monkeypatch):
+    """Not as a note that could not be written."""
+    write = Disk.write
+
+    def lost(disk, name, writer):
+        shutil.rmtree(tmp_path / "runs")
+        return write(disk, name, writer)
+
+    monkeypatch.setattr(Disk, "write", lost)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*runs; found: .*\.writing-.* does not exist"):
+        run(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.timeout(60)

@@ -1,3 +1,4 @@
+import errno
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from nvalchemi.errors import CheckpointError, ConfigError
 from nvalchemi.training import Every, OptimizerConfig, TrainingStage, ValidationConfig, layout, on
 from nvalchemi.training.hooks import CheckpointHook, EarlyStopHook, EMAHook
 from nvalchemi.training.schedules import warmup_cosine
+from nvalchemi.training.storage import Disk
 from tests.training.hooks.runs import batches, network, strategy
 
 
@@ -248,6 +250,46 @@ def test_another_runs_checkpoints_are_neither_mixed_nor_deleted(tmp_path):
     with pytest.raises(ConfigError, match=r"another run.*step-00000004.*resume_from="):
         strategy(network(), [CheckpointHook(tmp_path, Every(steps=1), keep_last=1)]).run(batches())
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_two_runs_in_one_folder_are_told(tmp_path, behind, resumes):
+    """A resume would take up whichever saved last, and each would delete the other's."""
+
+    def run(*hooks, steps, **settings):
+        hook = CheckpointHook(tmp_path, Every(steps=1), keep_last=1, async_save=behind)
+        return strategy(network(), [*hooks, hook], num_steps=steps, **settings).run(batches())
+
+    begin = {}
+    if resumes:  # both take up the same checkpoint: a job that was submitted twice
+        run(steps=2)
+        begin = {"resume_from": "latest"}
+    first = names(tmp_path)
+
+    started = []
+
+    @on(TrainingStage.STEP_START)
+    def meanwhile(ctx):
+        if not started:
+            started.append(True)
+            run(steps=3, **begin)
+
+    with pytest.raises(
+        CheckpointError, match=r"another run saves .*, too; found: step-00000003, which appeared.*folder of its own"
+    ):
+        run(meanwhile, steps=6, **begin)
+    assert "step-00000003" in names(tmp_path) and names(tmp_path) != first
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_told(tmp_path, monkeypatch):
+    def refuse(store, folder):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Disk, "remove", refuse)
+    with pytest.raises(CheckpointError, match=r"could not be deleted; found: .*Permission denied.*keep_last=None"):
+        strategy(network(), [CheckpointHook(tmp_path, Every(steps=1), keep_last=1)]).run(batches())
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_b76_latest_where_all_are_damaged_does_not_start_over_them(tmp_path):
