@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,6 +16,7 @@ from nvalchemi.distributed.blocks import follow_gradients, is_sharded, is_unit, 
 from nvalchemi.distributed.meta import Initialise, is_on_meta, materialise
 from nvalchemi.distributed.ranks import Manager
 from nvalchemi.distributed.reads import whole_reads
+from nvalchemi.distributed.state import check_division
 from nvalchemi.distributed.targets import Target
 from nvalchemi.distributed.wrap import Wrap, units
 from nvalchemi.errors import ConfigError, TrainingError
@@ -137,6 +138,7 @@ class Shards:
         options = sharding.options(manager)
         for _, net, parts in new:
             _shard(net, parts, options, manager)
+            net.register_load_state_dict_pre_hook(_before_loading)
         for name, net in zip(names, self.nets, strict=True):
             if is_on_meta(models[name]):
                 stay = torch.device("cpu") if sharding.cpu_offload else None
@@ -213,6 +215,11 @@ def _shard(net: nn.Module, parts: Sequence[nn.Module], options: dict[str, Any], 
         if options["mesh"].device_type == "cpu":
             # gloo has no mean, and older torch took the sum for it: gradients were larger by the number of ranks
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def _before_loading(net: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    if not prefix:  # an energy around it has its own check
+        check_division(net, state)
 
 
 def _take_up(net: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvalchemi.data import Batch
 from nvalchemi.distributed.blocks import follow_gradients, following, is_unit
+from nvalchemi.distributed.state import check_division
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
 from nvalchemi.models.gradient import differentiable, input_gradient, leaf
@@ -64,6 +65,17 @@ class EnergyModel(nn.Module):
     def forward(self, x: Any) -> Tensor:
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""
         raise ConfigError(f"{type(self).__name__} has no forward", fix="define forward(self, x) -> Tensor of shape (batch,)")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module.
+
+        Raises
+        ------
+        ConfigError
+            Where the state or the energy is sharded and the other is not.
+        """
+        check_division(self, state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def gradient(self, x: Any, create_graph: bool = False, **conditions: Any) -> Tensor:
         """Give the gradient of the energy with respect to ``x``, which is minus the score, or minus the forces.

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.distributed import full_state, unsharded
+from nvalchemi.distributed.shard import Sharding, Shards
 from nvalchemi.distributed.tensors import full, is_sharded_tensor
 from nvalchemi.ebm.losses import DenoisingScoreMatching, EquilibriumMatching, ScoreMatching, SlicedScoreMatching
 from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics, NoUTurnSampler
@@ -201,3 +203,38 @@ def not_alike(manager: Any) -> str:
 
 def whole_state(manager: Any) -> dict[str, Tensor]:
     return full_state(shard(energy()), manager)
+
+
+def loaded(manager: Any, what: str) -> Any:
+    """What is said where a state and a model are not divided alike; and the cures, after which the weights are those of rank 0's state."""
+    whole, model = energy(manager.rank), shard(energy(7))
+    inner = energy(3).net
+    Shards({"model": inner}, ["model"], Sharding(), manager, seed=0).close()
+    wrong = {
+        "whole": lambda: model.load_state_dict(whole.state_dict()),
+        "assigned": lambda: model.load_state_dict(whole.state_dict(), assign=True),
+        "into a network": lambda: inner.load_state_dict(whole.net.state_dict()),
+        "shards": lambda: whole.load_state_dict(model.state_dict()),
+    }
+    if what in wrong:
+        try:
+            wrong[what]()
+        except ConfigError as error:
+            return str(error)
+        return "nothing"
+    if what == "gathered":
+        try:
+            with unsharded(model):
+                model.load_state_dict(whole.state_dict())
+        except ConfigError as error:
+            return str(error)
+        return "nothing"
+    model(torch.ones(2, DIM).double())  # which leaves the outermost parameters gathered
+    set_model_state_dict(
+        model,
+        whole.state_dict() if manager.rank == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    with unsharded(model):
+        energies = model(torch.ones(2, DIM).double())
+    return torch.equal(energies, energy(0)(torch.ones(2, DIM).double()))

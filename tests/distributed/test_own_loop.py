@@ -69,3 +69,25 @@ def test_the_whole_state_is_on_rank_0_alone(ranks):
     fresh.load_state_dict(first)
     with torch.no_grad():
         assert torch.equal(fresh(torch.ones(2, 3).double()), model(torch.ones(2, 3).double()))
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("whole", "whole weights are loaded into a sharded model; found: 'net.0.weight'"),
+        ("assigned", "whole weights are loaded into a sharded model; found: 'net.0.weight'"),
+        ("into a network", "whole weights are loaded into a sharded model; found: '0.weight'"),
+        ("shards", "weights of a sharded model are loaded into one that is not; found: 'net.0.weight'"),
+        ("gathered", "inside unsharded"),
+    ],
+)
+def test_a_state_that_is_divided_otherwise_is_refused_with_the_cure(ranks, what, found):
+    cure = {"shards": "full_state(model, manager)", "gathered": "leave the with block"}.get(
+        what, "set_model_state_dict(model, state"
+    )
+    for said in ranks.call(f"{CASES}:loaded", what):
+        assert said.startswith("weights are loaded inside" if what == "gathered" else found) and found in said and cure in said
+
+
+def test_the_cure_loads_rank_0_s_whole_state(ranks):
+    assert ranks.call(f"{CASES}:loaded", "as told") == [True, True]

@@ -157,7 +157,7 @@ class Compiled(StandIn):
             return self._plain()(*args, **kwargs)
         self.calls += graph and self.module.training
         if self._function is None:
-            self._function = torch.compile(self._plain(), **self.options)
+            self._function = torch.compile(_seen(self._plain()), **self.options)
         return self._function(*args, **kwargs)
 
     def _plain(self) -> Callable[..., Any]:
@@ -172,6 +172,17 @@ class Compiled(StandIn):
             del self.module.__dict__["forward"]
             if self.before is not None:
                 self.module.__dict__["forward"] = self.before
+
+
+def _seen(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch compiles: older versions leave alone, without a word, one of their own files where it comes first."""
+    if not getattr(forward, "__module__", "").startswith("torch."):
+        return forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call
 
 
 def _requires_gradient(*tree: Any) -> bool:
