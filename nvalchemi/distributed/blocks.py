@@ -31,9 +31,9 @@ _CALL = "_redirected_call"
 def is_sharded(module: nn.Module) -> bool:
     """Whether some part of ``module`` went through ``fully_shard``."""
     # Where nobody imported it nothing is sharded; the import itself takes half a second. Nor is anything where no class was made for it: this is
-    # asked in every call of an energy, and a walk through the parts of a network is not for free.
+    # asked in every call of an energy, and a walk through the parts of a network is not for free. Older torch cannot compile that question.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+    if fsdp is None or not (torch.compiler.is_compiling() or fsdp.FSDPModule.__subclasses__()):
         return False
     return any(isinstance(m, fsdp.FSDPModule) for m in module.modules())
 

@@ -31,7 +31,7 @@ def stepped(net, optimizer, steps=3):
             optimizer.zero_grad()
             loss = (net(torch.full((2, 3), 0.1 * i)) - 1).square().sum()
             loss.backward()
-            return loss
+            return loss.detach()  # torch 2.8 warns of a graph
 
         optimizer.step(closure)
     return optimizer

@@ -13,6 +13,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, Re
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import OptimizerConfig, TrainingStrategy, warmup_cosine
 
+# torch 2.8's SequentialLR calls its parts as it asks others not to
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+
 
 def build(world_size, rule="linear", cls=AdamW, lr=1e-3, **settings):
     return OptimizerConfig(cls, {"lr": lr}, lr_scaling=rule, **settings).build(nn.Linear(2, 1), "main", world_size)
