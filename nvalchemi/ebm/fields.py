@@ -69,6 +69,7 @@ class EqMEnergy(EnergyModel):
         if energy_type not in ("none", *ENERGY_TYPES):
             raise ConfigError("unknown energy_type", found=repr(energy_type), needed=f"none, {', '.join(ENERGY_TYPES)}")
         self.net, self.energy_type = field, energy_type
+        self.has_energy = energy_type != "none"
 
     def forward(self, x: Tensor, **conditions: Any) -> Tensor:
         """Energies (batch,)."""

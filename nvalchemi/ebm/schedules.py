@@ -135,3 +135,39 @@ class TemperatureSchedule:
     def __call__(self, step: int) -> float:
         """The value at a step."""
         return self.start * (self.end / self.start) ** _over(step, self.n_steps)
+
+
+def heat(t: float, epsilon_max: float, tau_star: float) -> float:
+    """The temperature ε(t) of energy matching: 0 up to ``tau_star``, rising along a line to ``epsilon_max`` at t = 1, and so from there on."""
+    return epsilon_max * min(max((t - tau_star) / (1 - tau_star), 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeatingSchedule:
+    """The noise scale √ε(t) of a way down an energy that ends at the temperature ``epsilon_max``: samples of energy matching.
+
+    ε is 0 up to t = ``tau_star``, where the energy only carries noise to the data, rises along a line to ``epsilon_max`` at t = 1, and stays
+    there; t goes from ``t_start`` to ``t_end`` over ``n_steps``, and beyond 1 for chains that are to settle. It is the ``noise_scale`` of
+    `nvalchemi.ebm.samplers.LangevinDynamics`; with ``sqrt=False`` it is ε itself, for its ``temperature``. Balcerak et al., NeurIPS 2025.
+    """
+
+    epsilon_max: float
+    tau_star: float = 0.8
+    n_steps: int = 200
+    t_start: float = 0.0
+    t_end: float = 1.0
+    sqrt: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least_one(self.n_steps)
+        if not (self.epsilon_max >= 0.0 and 0.0 <= self.tau_star < 1.0 and self.t_start <= self.t_end):
+            raise ConfigError(
+                "no such way from cold to hot",
+                found=f"epsilon_max={self.epsilon_max}, tau_star={self.tau_star}, t from {self.t_start} to {self.t_end}",
+                needed="epsilon_max at least 0, tau_star at least 0 and less than 1, t rising",
+            )
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        epsilon = heat(self.t_start + (self.t_end - self.t_start) * _over(step, self.n_steps), self.epsilon_max, self.tau_star)
+        return math.sqrt(epsilon) if self.sqrt else epsilon

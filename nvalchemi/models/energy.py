@@ -36,6 +36,10 @@ class EnergyModel(nn.Module):
         be float32. Forces and stress of `predict` are computed without autocast, and the energy of the same call. Set it on an object or
         a class, or by ``MixedPrecisionHook(fp32_gradients=True)``.
 
+    has_energy
+        False for what has a gradient and no energy, such as a field that equilibrium matching trained: samplers that go by the gradient
+        alone then report no energy.
+
     Examples
     --------
     >>> class Quadratic(EnergyModel):
@@ -51,6 +55,7 @@ class EnergyModel(nn.Module):
     distributed_part: ClassVar[str] = "net"  # what wrappers of distributed training replace
     outputs: ClassVar[tuple[str, ...]] = ("energy",)
     force_fp32_gradient: bool = False
+    has_energy: bool = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; where the network is sharded, so that gradients can be taken of what it gives, to any order."""

@@ -18,6 +18,9 @@ CASES = [
     (schedules.WarmupSchedule(schedules.LinearSchedule(1.0, 0.0, 2), 2), [0, 0.5, 1, 0.5, 0]),
     (schedules.WarmupSchedule(schedules.ConstantSchedule(4.0), 2, 0.5), [2, 3, 4, 4, 4]),
     (schedules.TemperatureSchedule(16.0, 1.0, 4), [16, 8, 4, 2, 1]),
+    (schedules.HeatingSchedule(4.0, 0.5, 4, sqrt=False), [0, 0, 0, 2, 4]),
+    (schedules.HeatingSchedule(4.0, 0.5, 4), [0, 0, 0, 2**0.5, 2]),
+    (schedules.HeatingSchedule(4.0, 0.5, 4, t_start=0.25, t_end=1.25), [0, 0, 2**0.5, 2, 2]),
 ]
 
 
@@ -37,6 +40,10 @@ def test_values(schedule, values):
         lambda: schedules.WarmupSchedule(schedules.ConstantSchedule(1.0), 0),
         lambda: schedules.ExponentialSchedule(1.0, 0.0),
         lambda: schedules.TemperatureSchedule(1.0, 0.0, 5),
+        lambda: schedules.HeatingSchedule(-1.0),
+        lambda: schedules.HeatingSchedule(1.0, 1.0),
+        lambda: schedules.HeatingSchedule(1.0, n_steps=0),
+        lambda: schedules.HeatingSchedule(1.0, t_start=1.0, t_end=0.5),
     ],
 )
 def test_what_cannot_be(make):

@@ -20,6 +20,7 @@ from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.ebm.samples import normal_like
+from nvalchemi.ebm.schedules import heat
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
@@ -39,6 +40,8 @@ class EnergyMatching(ScalarEnergyLoss):
     contrastive term makes exp(-E / ε_max) the density of the data: its chains are Langevin dynamics for ``n_langevin_steps`` steps of
     ``langevin_dt``, a part of them from noise with the temperature ε(t) rising at t = τ* from 0 to ε_max at t = 1, the others from data at
     ε_max; of the chains' energies the highest are left out (``cd_trim_fraction``). Balcerak et al., Energy matching, NeurIPS 2025.
+
+    Samples begin at noise and follow Langevin dynamics with the ``noise_scale`` `nvalchemi.ebm.schedules.HeatingSchedule`.
 
     First train with ``lambda_cd=0``, where no chain is run, then with a positive one: set the attribute, or give a function of the step
     such as ``lambda step: 0.0 if step < 2000 else 2.0``, which alone is called with ``loss_fn(x, step=step)``.
@@ -152,7 +155,7 @@ class EnergyMatching(ScalarEnergyLoss):
 
     def temperature(self, t: float) -> float:
         """ε(t)."""
-        return self.epsilon_max * min(max((t - self.tau_star) / (1 - self.tau_star), 0.0), 1.0)
+        return heat(t, self.epsilon_max, self.tau_star)
 
     def negatives(
         self,

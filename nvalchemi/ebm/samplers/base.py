@@ -112,7 +112,7 @@ class Sampler(ABC):
     @property
     def energy_model(self) -> EnergyModel | None:
         """The energy that the diagnostics are about; None where there is none."""
-        return self.model if isinstance(self.model, EnergyModel) else None
+        return self.model if isinstance(self.model, EnergyModel) and self.model.has_energy else None
 
     @abstractmethod
     def step_named(self, step: int) -> object:

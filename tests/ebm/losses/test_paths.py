@@ -12,7 +12,7 @@ from nvalchemi.ebm.couplings import Coupling, ExactOTCoupling, SinkhornCoupling,
 from nvalchemi.ebm.fields import EqMEnergy
 from nvalchemi.ebm.losses import EnergyMatching, EquilibriumMatching, FlowMatching
 from nvalchemi.ebm.losses.equilibrium import dispersion
-from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics
+from nvalchemi.ebm.samplers import FlowSampler, HamiltonianMonteCarlo, LangevinDynamics, NesterovSampler
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, MLPEnergy
 from tests.ebm.quadratic import Quadratic, assert_closed_form, seeded, standard_normal, visited
@@ -113,6 +113,8 @@ def test_explicit_energies_of_a_field(energy_type):
         torch.testing.assert_close(energy.gradient(point.x), gradient)
         with pytest.raises(ConfigError, match="no energy"):
             energy(x)
+        way = NesterovSampler(energy, 0.1).sample(x, n_steps=3, return_diagnostics=True)[1]
+        assert way.keys() == {"mean", "var"}
     else:
         f = lambda y: net(y[None], torch.zeros(1, dtype=torch.float64))[0]  # noqa: E731
         scalar = (lambda y: -0.5 * f(y).square().sum()) if energy_type == "l2" else (lambda y: (y * f(y)).sum())
