@@ -18,7 +18,7 @@ from nvalchemi.cli.threads import cpu_threads
 from nvalchemi.data.datapipes import AtomicDataZarrReader, DataLoader, Dataset, InMemoryDataset
 from nvalchemi.data.datapipes.sharding import shard_loader
 from nvalchemi.data.transforms import NeighborList
-from nvalchemi.distributed import Manager
+from nvalchemi.distributed import Manager, launched_by
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN, build_model, build_net
 from nvalchemi.training import Every, OptimizerConfig, TrainContext, TrainingStrategy, ValidationConfig
@@ -92,6 +92,7 @@ def keep(config: TrainConfig, run: RunDir, model: EnergyModel) -> None:
     """Write what a run was started with into its folder."""
     run.write_config(config)
     run.write_model_config(model.config())
+    run.write_launch(launched_by())
 
 
 def new_model(config: TrainConfig, training: Dataset | InMemoryDataset, manager: Manager) -> EnergyModel:

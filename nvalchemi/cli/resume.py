@@ -29,14 +29,8 @@ def command(
     raw = read_yaml(run.config_file)
     for override in [*(overrides or []), *([] if max_time is None else [f"training.max_time={max_time}"])]:
         apply_override(raw, override)
-    config, before = check_config(raw, str(run.config_file)), run.config()
-    changed = [key for key, value in config.model if value != getattr(before.model, key)]
-    if changed:
-        raise ConfigError(
-            "the model of a run stays as it is",
-            found=f"other settings of {', '.join(f'model.{key}' for key in changed)}",
-            fix="start a new run: nvalchemi train with another --run-dir",
-        )
+    config = check_config(raw, str(run.config_file))
+    run.check_model_stays(config)
     if not has_checkpoints(run.checkpoints_of(config)):
         raise ConfigError(
             f"{run_dir} has no checkpoint to go on from",

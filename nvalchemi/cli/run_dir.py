@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +35,15 @@ class RunDir:
     """A run's folder.
 
     ``config.yaml`` (all settings), ``model.json`` (how to rebuild the model), ``checkpoints/``, ``metrics.jsonl`` and
-    ``metrics.csv``, ``evaluation/`` (a JSON of errors and an npz of predictions a store), ``plots/``. The settings may name another
-    place for the checkpoints.
+    ``metrics.csv``, ``evaluation/`` (a JSON of errors and an npz of predictions a store), ``plots/``, and under a launcher
+    ``launched-by.txt``. The settings may name another place for the checkpoints.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.yaml"
         self.model_file = path / "model.json"
+        self.launch_file = path / "launched-by.txt"
         self.metrics = path / "metrics.jsonl"
         self.evaluation = path / "evaluation"
         self.plots = path / "plots"
@@ -59,9 +60,7 @@ class RunDir:
         run = cls(path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is no folder", fix="give another --run-dir")
-        before = read_yaml(run.config_file).get("checkpoint") if run.config_file.is_file() else None
-        elsewhere = before.get("directory") if isinstance(before, dict) else None
-        if has_checkpoints(elsewhere or path / "checkpoints"):
+        if run.holds_a_run():
             raise ConfigError(
                 f"{path} holds a run already", fix=f"go on with it: nvalchemi resume {path}; or give another --run-dir"
             )
@@ -74,6 +73,37 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"the folder {path} cannot be made", found=str(error)) from None
         return run
+
+    def holds_a_run(self) -> bool:
+        """Whether a run was begun here that has saved a checkpoint."""
+        before = read_yaml(self.config_file).get("checkpoint") if self.config_file.is_file() else None
+        elsewhere = before.get("directory") if isinstance(before, dict) else None
+        return has_checkpoints(elsewhere or self.path / "checkpoints")
+
+    def was_begun_by_this_launch(self) -> bool:
+        """Whether what started this process has started the run in here, so that this is a restart and no other run."""
+        if not (self.launch_file.is_file() and self.holds_a_run()):
+            return False
+        from nvalchemi.distributed import launched_by  # slow to import
+
+        return not launched_by(again=True).isdisjoint(self.launch_file.read_text().splitlines())
+
+    def write_launch(self, names: Collection[str]) -> None:
+        """Keep what has started the run."""
+        self.launch_file.unlink(missing_ok=True)
+        if names:
+            write_whole(self.launch_file, "\n".join(sorted(names)) + "\n")
+
+    def check_model_stays(self, config: TrainConfig) -> None:
+        """Refuse settings under which the run would go on with another model."""
+        before = self.config()
+        changed = [key for key, value in config.model if value != getattr(before.model, key)]
+        if changed:
+            raise ConfigError(
+                "the model of a run stays as it is",
+                found=f"other settings of {', '.join(f'model.{key}' for key in changed)}",
+                fix="start a new run: nvalchemi train with another --run-dir",
+            )
 
     def checkpoints_of(self, config: TrainConfig) -> Path | str:
         """The folder of the checkpoints under some settings, or its address."""

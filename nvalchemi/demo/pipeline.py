@@ -25,6 +25,7 @@ from nvalchemi.cli.figures import save
 from nvalchemi.cli.progress import counting
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.cli.threads import cpu_threads
+from nvalchemi.cli.train import INTERRUPTED
 from nvalchemi.cli.trained import load_trained
 from nvalchemi.data import AtomicData
 from nvalchemi.data.datapipes import AtomicDataZarrReader, AtomicDataZarrWriter
@@ -148,7 +149,7 @@ class Demonstration:
         self._say(f"{self.processes} processes, each with its share of the structures.")
         self.run.write_config(config)
         words = [sys.executable, "-m", "nvalchemi", "train", str(self.run.config_file), "--run-dir", str(self.run.path)]
-        launch(words, self.processes)
+        launch(words, self.processes, stopped=INTERRUPTED)
         return load_trained(self.run, which="last").step
 
     def potential(self) -> InteratomicPotential:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvalchemi.distributed.blocks import unsharded
 from nvalchemi.distributed.collectives import agree, all_reduce, any_rank, barrier, broadcast, exchange, gather
-from nvalchemi.distributed.manager import DistributedManager, join, launched_as, started_together
+from nvalchemi.distributed.manager import DistributedManager, join, launched_as, launched_by, started_together
 from nvalchemi.distributed.ranks import Manager, SingleProcess, members, single_process
 from nvalchemi.distributed.state import full_state
 
@@ -22,6 +22,7 @@ __all__ = [
     "gather",
     "join",
     "launched_as",
+    "launched_by",
     "members",
     "single_process",
     "started_together",

@@ -22,7 +22,7 @@ PATIENCE = 20.0  # seconds for the others to end by themselves when one has fail
 _LOOK = 0.05
 
 
-def launch(command: Sequence[str], processes: int) -> None:
+def launch(command: Sequence[str], processes: int, *, stopped: int = 0) -> None:
     """Run ``command`` in so many processes that find each other as under torchrun, and wait for all of them.
 
     They meet at a store of this process, on a port that the system gives. The first SIGINT or SIGTERM that this process gets is passed on
@@ -35,6 +35,8 @@ def launch(command: Sequence[str], processes: int) -> None:
         Program and arguments, the same for all.
     processes
         How many.
+    stopped
+        The exit status of one that was told to end and did so in good order.
 
     Raises
     ------
@@ -50,10 +52,10 @@ def launch(command: Sequence[str], processes: int) -> None:
                 environment = rank_environment(rank, processes, store.port)
                 children.append(subprocess.Popen(command, env=environment, start_new_session=True))
             if not received:  # none was passed on to a child that was not there yet
-                _wait(children)
+                _wait(children, stopped)
         finally:
             _end(children)
-    failed = {rank: child.returncode for rank, child in enumerate(children) if child.returncode != 0}
+    failed = {rank: child.returncode for rank, child in enumerate(children) if child.returncode not in (0, stopped)}
     if failed and received:
         raise _of_signal(received[0])
     if failed:
@@ -61,11 +63,11 @@ def launch(command: Sequence[str], processes: int) -> None:
         raise TrainingError(f"{len(failed)} of {processes} processes failed", found=said, fix="see what they said above")
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(children: Sequence[subprocess.Popen[bytes]], stopped: int) -> None:
     """Until all have ended, or one has failed and the others had time to hear of it."""
     failed_at: float | None = None
     while any(child.poll() is None for child in children):
-        if failed_at is None and any(child.returncode not in (None, 0) for child in children):
+        if failed_at is None and any(child.returncode not in (None, 0, stopped) for child in children):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PATIENCE:
             return

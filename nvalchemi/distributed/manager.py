@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,25 @@ def launched_as() -> tuple[int, int] | None:
     """
     place = _find_place(os.environ)
     return None if place is None or place.world_size == 1 else (place.rank, place.world_size)
+
+
+def launched_by(again: bool = False) -> set[str]:
+    """What started this process and may start it again, by names that are then the same: torchrun's launch, the job of SLURM.
+
+    Parameters
+    ----------
+    again
+        Only those that may have started it before. A job of SLURM has where it was queued again: by hand, several programs may be started in one.
+    """
+    environment, found = os.environ, set()
+    launch = environment.get("TORCHELASTIC_RUN_ID")
+    if launch == "none":  # torchrun without a rendezvous of its own keeps to its nodes, and to one process on each
+        found.add(f"torchrun {socket.gethostname()} {os.getppid()}")
+    elif launch is not None:
+        found.add(f"torchrun {launch}")
+    if "SLURM_JOB_ID" in environment and (not again or environment.get("SLURM_RESTART_COUNT", "0") != "0"):
+        found.add(f"slurm {environment['SLURM_JOB_ID']}")
+    return found
 
 
 def started_together() -> int:

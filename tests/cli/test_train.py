@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from nvalchemi.cli import app
+from nvalchemi.cli import app, recipe
 from nvalchemi.cli.config import load_config
 from nvalchemi.cli.run_dir import RunDir
 from nvalchemi.cli.trained import load_trained
 from nvalchemi.models import load_model
+from nvalchemi.training import TrainingStage, on
 from tests.cli.stores import make_stores
 
 runner = CliRunner()
@@ -62,6 +64,51 @@ def test_what_a_run_leaves(trained):
 def test_a_second_run_does_not_overwrite_the_first(trained):
     result = call("train", "config.yaml", "--run-dir", trained, code=2)
     assert "holds a run already" in result.stderr and "nvalchemi resume" in result.stderr
+
+
+def test_a_run_that_a_signal_has_ended_says_so_by_its_status(tmp_path, monkeypatch):
+    made = recipe.make_hooks
+
+    @on(TrainingStage.STEP_START)
+    def signalled(ctx):
+        if ctx.progress.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "make_hooks", lambda *args, **settings: [*made(*args, **settings), signalled])
+        said = " ".join(call("train", "config.yaml", "--run-dir", tmp_path / "run", code=75).stderr.split())
+    assert f"not done; go on with it: nvalchemi resume {tmp_path / 'run'}" in said and "3 steps" in said
+    assert "6 steps" in call("resume", tmp_path / "run").stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a1"}, {"TORCHELASTIC_RUN_ID": "a1"}),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
+        (
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a1"},
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "b2"},
+        ),
+    ],
+)
+def test_a_launcher_that_starts_train_again_means_the_same_run(tmp_path, monkeypatch, first, again):
+    def train(environment, *words, code=0):
+        for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return " ".join(call("train", "config.yaml", "--run-dir", tmp_path / "run", *words, code=code).stderr.split())
+
+    train(first, "training.steps=4")
+    for other in ({}, {"TORCHELASTIC_RUN_ID": "c3"}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}):
+        if other != again:
+            assert "holds a run already" in train(other, code=2)
+    assert "the model of a run stays as it is" in train(again, "model.cutoff=4.5", code=2)
+    said = train(again, "training.steps=6")
+    assert "started again: the run in" in said and "6 steps" in said
+    assert [r["step"] for r in RunDir.existing(tmp_path / "run").records() if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_evaluate(trained):

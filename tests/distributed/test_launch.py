@@ -66,6 +66,13 @@ def test_a_failure_is_named_and_leaves_nobody(tmp_path):
     assert all(map(gone, children(tmp_path)))
 
 
+def test_one_that_was_told_to_end_has_not_failed(tmp_path):
+    command = [sys.executable, "-c", "import os, sys; sys.exit(75 * int(os.environ['RANK']))"]
+    launch(command, 2, stopped=75)
+    with pytest.raises(TrainingError, match="process 1 by exit status 75"):
+        launch(command, 2)
+
+
 MEETING = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
