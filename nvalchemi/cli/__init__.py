@@ -17,7 +17,7 @@ from nvalchemi.errors import NvalchemiError
 
 #: name of a command (and of its module) -> its line in the help; equal to the first line of the function's docstring
 COMMANDS = {
-    "convert": "Convert labelled structures (extended XYZ, ASE .db and .traj, npz) to a zarr store.",
+    "convert": "Convert labelled structures (extended XYZ, ASE .db and .traj, npz, VASP, DeePMD, HDF5) to a zarr store.",
     "info": "Say what is in a store: counts, elements, energies, forces, labels.",
     "train": "Train a potential as a YAML file says.",
     "resume": "Go on with a run from its last checkpoint.",

@@ -68,7 +68,8 @@ def command(
         bool, typer.Option("--skip-unlabelled", help="Leave frames without any label out.", rich_help_panel=_STORE)
     ] = False,
 ) -> None:
-    """Convert labelled structures (extended XYZ, ASE .db and .traj, npz) to a zarr store.
+    """Convert labelled structures (extended XYZ, ASE .db and .traj, npz, VASP, DeePMD, HDF5) to a zarr
+    store.
 
     Labels are looked for under the standard keys and never guessed: the summary says which key became which label, which
     keys were left out, and what the numbers say about the units.

@@ -1,4 +1,4 @@
-"""What people have (extended XYZ, ASE .db and .traj, npz) to a zarr store, with nothing guessed in silence."""
+"""What people have (extended XYZ, ASE .db and .traj, npz, VASP, DeePMD, HDF5) to a zarr store, with nothing guessed in silence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def convert(
     Parameters
     ----------
     inputs
-        Files: ``.xyz``, ``.extxyz`` (also ``.gz``), ``.db``, ``.traj``, ``.npz``.
+        Files: ``.xyz``, ``.extxyz`` (also ``.gz``), ``.db``, ``.traj``, ``.npz``, ``vasprun.xml``, ``OUTCAR``, ``.h5``, ``.hdf5``; folders of
+        DeePMD systems (``type.raw`` and ``set.*/*.npy``).
     output
         The store, a path that ends in ``.zarr``.
     energy_key, forces_key, stress_key, virial_key

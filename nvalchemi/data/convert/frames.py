@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nvalchemi.errors import DataError
+from nvalchemi.errors import DataError, NvalchemiError
 
 
 @dataclass
@@ -79,7 +79,7 @@ class FrameSource(ABC):
         try:
             for last, frame in self.frames(select):
                 yield last, frame
-        except DataError:
+        except NvalchemiError:
             raise
         except Exception as error:
             where = "" if last is None else f" after frame {last}"
@@ -89,7 +89,7 @@ class FrameSource(ABC):
         """``total``, with errors likewise."""
         try:
             return self.total()
-        except DataError:
+        except NvalchemiError:
             raise
         except Exception as error:
             raise DataError(f"{self.name} cannot be read as {self.format}: {_words(error)}") from error

@@ -54,6 +54,11 @@ TABLE = [
     ("traj/MoS2.traj", 3, 104, 104, 2, -7.16521, -7.16521, 0.0053922, 1, {}),
     ("fitsnap_Ta/Liquid.xyz", 3, 100, 100, 1, -11.21315, -10.99673, 1.6482, 1, TA),
     ("fitsnap_Ta/Volume_BCC.xyz", 21, 2, 2, 1, -11.8484, 28.1314, 0.0, 1, TA),
+    ("deepmd_water/data_0", 80, 192, 192, 2, -155.9666, -155.9462, 0.8156, 1, {}),
+    ("deepmd_water/data_1", 160, 192, 192, 2, -155.9647, -155.9460, 0.8150, 1, {}),
+    ("vasp/OUTCAR.h2o.md.10", 10, 6, 6, 2, -4.74690, -4.73104, 0.64964, 1, {}),
+    ("vasp/vasprun.h2o.md.10.xml", 10, 6, 6, 2, -4.74690, -4.73104, 0.64964, 1, {}),
+    ("hdf5/aimnet_dataset.h5", 195, 7, 20, 14, -38676.9, -411.081, 1.6019, 1, {}),
     ("gpumd/PbTe_train.xyz", 25, 250, 250, 2, -3.83346, -3.71670, 0.36262, 1, {}),
     ("xtb_solvents/solvent_xtb_train_200.xyz", 203, 1, 85, 3, -102.571, -10.7072, 2.2272, 1, XTB),
     ("xtb_solvents/solvent_xtb_test.xyz", 1000, 8, 87, 3, -66.7944, -41.8865, 2.2901, 1, XTB),
@@ -259,9 +264,35 @@ def test_the_database_has_magnetic_moments_on_some(tmp_path):
     assert int(batch.has("magmoms").sum()) == 2
 
 
-def test_files_of_other_formats_are_refused_by_name(tmp_path):
-    for file in ("hdf5/aimnet_dataset.h5", "lmdb/lips_devset.lmdb", "vasp/vasprun.h2o.md.10.xml"):
-        with pytest.raises(DataError, match="is not known"):
-            batch_of(tmp_path, file)
-    with pytest.raises(DataError, match="is no file"):
-        batch_of(tmp_path, "deepmd_water/data_0")
+def test_the_two_files_of_one_vasp_run_agree(tmp_path):
+    (tmp_path / "out").mkdir()
+    xml, _ = batch_of(tmp_path, "vasp/vasprun.h2o.md.10.xml")
+    out, _ = batch_of(tmp_path / "out", "vasp/OUTCAR.h2o.md.10")
+    assert float((xml.energy - out.energy).abs().max()) == 0
+    assert float((xml.forces - out.forces).abs().max()) < 1e-6
+    assert float((xml.stress - out.stress).abs().max()) < 1e-7
+
+
+def test_a_cut_outcar_says_which_steps_are_whole(tmp_path):
+    lines = (DATA / "vasp/OUTCAR.h2o.md.10").read_text().splitlines(keepends=True)
+    cut = tmp_path / "OUTCAR"
+    cut.write_text("".join(lines[: len(lines) * 2 // 3]))
+    with pytest.raises(
+        DataError, match=r"OUTCAR ends in the middle of the run; found: (\d) whole ionic steps.*--select 0:\1"
+    ) as error:
+        convert([cut], tmp_path / "a.zarr")
+    whole = int(error.value.fix.split("0:")[1].split()[0])
+    conversion = convert([cut], tmp_path / "a.zarr", select=f"0:{whole}")
+    assert conversion.summary.structures == whole
+
+
+def test_gradients_of_spice_are_forces_when_their_sign_is_turned(tmp_path):
+    settings = {"units": ["Hartree", "length=bohr"], "energy_key": "dft_total_energy", "forces_key": "minus_dft_total_gradient"}
+    _, conversion = batch_of(tmp_path, "hdf5/SPICE-1.1.4_n2.hdf5", **settings)
+    assert any("the forces agree with the changes of the energy" in finding.text for finding in conversion.findings)
+    assert any("the file itself declares" in finding.text for finding in conversion.findings)
+
+
+def test_pickled_files_are_refused(tmp_path):
+    with pytest.raises(DataError, match="runs code of the file"):
+        batch_of(tmp_path, "lmdb/lips_devset.lmdb")
