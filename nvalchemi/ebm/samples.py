@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
+from nvalchemi.errors import DataError
 
 
 def positions(x: Any) -> Tensor:
@@ -48,7 +49,15 @@ def centred(values: Tensor, x: Batch) -> Tensor:
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise of the shape, dtype and device of ``x``."""
+    """Standard normal noise of the shape, dtype and device of ``x``.
+
+    Raises
+    ------
+    DataError
+        For samples of whole numbers.
+    """
+    if not x.is_floating_point():
+        raise DataError("noise is drawn for samples of a floating dtype", found=x.dtype, needed="x.float(), for instance")
     return torch.empty_like(x).normal_(generator=generator)
 
 

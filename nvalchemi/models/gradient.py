@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi.errors import DataError
+
 
 def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False, anchored: bool = True) -> Tensor:
     """Give the gradient of the summed energy with respect to ``inputs``.
@@ -127,5 +129,13 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The tensor cut from its history, requiring a gradient."""
+    """The tensor cut from its history, requiring a gradient.
+
+    Raises
+    ------
+    DataError
+        For a tensor of whole numbers.
+    """
+    if not tensor.is_floating_point():
+        raise DataError("no derivative is taken by whole numbers", found=tensor.dtype, needed="x.float(), for instance")
     return plain(tensor).detach().requires_grad_()

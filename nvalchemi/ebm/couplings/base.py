@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,12 +92,18 @@ class CostCoupling(Coupling):
     def couple(self, x0: Tensor, x1: Tensor | None, *, generator: torch.Generator | None, conditions: Any) -> CouplingResult:
         x1 = needed(self, x0, x1)
         check_conditions(conditions, x1.shape[0])
-        chosen, weights = self.choose(x0, x1, generator)
+        with in_full(x0):
+            chosen, weights = self.choose(x0, x1, generator)
         return CouplingResult(x0, x1[chosen], take_rows(conditions, chosen), weights)
 
     @abstractmethod
     def choose(self, x0: Tensor, x1: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
         """The row of ``x1`` for each row of ``x0``, (n,) int64, and the pairs' weights where they have any."""
+
+
+def in_full(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast inside: distances of bf16 products would pair other rows than the nearest, without notice."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def needed(coupling: Coupling, x0: Tensor, x1: Tensor | None) -> Tensor:

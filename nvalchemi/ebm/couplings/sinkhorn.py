@@ -14,6 +14,7 @@ from nvalchemi.ebm.couplings.base import (
     CostCoupling,
     CouplingResult,
     check_conditions,
+    in_full,
     needed,
     rows_mapped,
     squared_distances,
@@ -68,7 +69,8 @@ class SinkhornCoupling(CostCoupling):
         conditions = rows_mapped(conditions, lambda tensor: torch.cat(gather(tensor, manager)))
         # every rank solves the same problem: it would have to wait for the one that does, and an error then comes to all
         draws = broadcast(uniform(sum(map(len, sources)), x0, generator), manager)
-        chosen = self.choose_by(torch.cat(sources), targets, draws)
+        with in_full(x0):
+            chosen = self.choose_by(torch.cat(sources), targets, draws)
         chosen = chosen.split([len(rows) for rows in sources])[manager.rank]
         return CouplingResult(x0, targets[chosen], take_rows(conditions, chosen))
 

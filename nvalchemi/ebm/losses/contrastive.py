@@ -238,11 +238,16 @@ def both_energies(
     told = conditions or {}
     if isinstance(data, Batch):
         own = told if others is None else others
-        return check_energy(model(data, **told), len(data)), check_energy(model(samples, **own), len(samples))
+        return _wide(check_energy(model(data, **told), len(data))), _wide(check_energy(model(samples, **own), len(samples)))
     if others is None or others is conditions:
         told = repeated(told, len(data), 1 + len(samples) // max(len(data), 1))
     else:
         told = {name: torch.cat([value, others[name].to(value)]) for name, value in repeated(told, len(data), 1).items()}
     energies = check_energy(model(torch.cat([data, samples]), **told), len(data) + len(samples))
-    ours, theirs = energies.split([len(data), len(samples)])
+    ours, theirs = _wide(energies).split([len(data), len(samples)])
     return ours, theirs
+
+
+def _wide(energies: Tensor) -> Tensor:
+    """Energies in at least float32: of those that autocast made, the loss is a small difference."""
+    return energies.to(torch.promote_types(energies.dtype, torch.float32))

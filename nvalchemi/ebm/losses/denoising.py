@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,14 @@ class DenoisingScoreMatching(ScoreLoss):
         functional_model: nn.Module | None = None,
     ) -> None:
         super().__init__(model, use_autograd=use_autograd, functional_model=functional_model)
-        self.noise_scale = float(noise_scale) if isinstance(noise_scale, (int, float)) else tuple(float(s) for s in noise_scale)
+        given: Any = noise_scale
+        try:
+            self.noise_scale = tuple(float(s) for s in given) if isinstance(given, Iterable) else float(given)
+        except (TypeError, ValueError):
+            self.noise_scale = ()
         scales = (self.noise_scale,) if isinstance(self.noise_scale, float) else self.noise_scale
         if not scales or not all(0 < s < float("inf") for s in scales):
-            raise ConfigError("no such noise", found=f"noise_scale={noise_scale}", needed="positive numbers")
+            raise ConfigError("no such noise", found=f"noise_scale={noise_scale}", needed="a positive number, or several")
         self.conditional = conditional
 
     def terms(

@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 
 from nvalchemi.ebm.losses.base import ScalarEnergyLoss
 from nvalchemi.ebm.losses.contrastive import both_energies
+from nvalchemi.ebm.samples import normal_like
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.objective import Terms
@@ -50,7 +51,7 @@ class GaussianNoise:
     def sample(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
         """See `NoiseDistribution`."""
         mean, std = self._at(like)
-        return mean + std * torch.empty_like(like).normal_(generator=generator)
+        return mean + std * normal_like(like, generator)
 
     def log_prob(self, x: Tensor) -> Tensor:
         """See `NoiseDistribution`."""
@@ -59,7 +60,14 @@ class GaussianNoise:
         return logs.flatten(1).sum(1)
 
     def _at(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.as_tensor(self.mean).to(x), torch.as_tensor(self.std).to(x)
+        mean, std = torch.as_tensor(self.mean).to(x), torch.as_tensor(self.std).to(x)
+        if not all(value.ndim == 0 or value.shape == x.shape[1:] for value in (mean, std)):
+            raise ConfigError(
+                "the noise is of other samples",
+                found=f"a mean of shape {tuple(mean.shape)}, a deviation of shape {tuple(std.shape)}",
+                needed=f"numbers, or {tuple(x.shape[1:])}",
+            )
+        return mean, std
 
 
 class NoiseContrastiveEstimation(ScalarEnergyLoss):
@@ -99,8 +107,18 @@ class NoiseContrastiveEstimation(ScalarEnergyLoss):
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
         noise = self.noise_distribution.sample(x.repeat(self.noise_ratio, *[1] * (x.ndim - 1)), generator)
+        if noise.shape != (self.noise_ratio * len(x), *x.shape[1:]):
+            raise ConfigError(
+                "the noise is of other samples", found=tuple(noise.shape), needed=(self.noise_ratio * len(x), *x.shape[1:])
+            )
         data, other = both_energies(model, x, noise, conditions)
         offset = math.log(self.noise_ratio)
-        of_data = softplus(data + self.noise_distribution.log_prob(x) + offset)
-        of_noise = softplus(-other - self.noise_distribution.log_prob(noise) - offset)
+        of_data = softplus(data + self._log_prob(x) + offset)
+        of_noise = softplus(-other - self._log_prob(noise) - offset)
         return Terms({"loss": of_data + of_noise.reshape(self.noise_ratio, len(x)).sum(0)}, noise)
+
+    def _log_prob(self, x: Tensor) -> Tensor:
+        found = self.noise_distribution.log_prob(x)
+        if found.shape != (len(x),):
+            raise ConfigError("log_prob of the noise is not one number a sample", found=tuple(found.shape), needed=f"({len(x)},)")
+        return found

@@ -65,11 +65,17 @@ class Mechanics:
 
     def drift_(self, x: Tensor, step: Value, q: Tensor) -> None:
         """Move positions by momenta, in place."""
-        add_(x, step, q if self._whiten is None else (q.flatten(1) @ self._whiten).view_as(q))
+        add_(x, step, q if self._whiten is None else self._times(q, self._whiten))
 
     def kick_(self, q: Tensor, step: Value, gradient: Tensor) -> None:
         """Change momenta by forces, in place; ``step`` is negative where ``gradient`` is that of the energy."""
-        add_(q, step, gradient if self._whiten is None else (gradient.flatten(1) @ self._whiten.mT).view_as(q))
+        add_(q, step, gradient if self._whiten is None else self._times(gradient, self._whiten.mT))
+
+    @staticmethod
+    def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+        """Each chain times a matrix; autocast, which is for the energy, would round the ways so that they cannot be reversed."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return (rows.flatten(1) @ matrix).view_as(rows)
 
     def gradient(self, x: Tensor) -> Tensor:
         """The gradient of the energy."""

@@ -79,7 +79,8 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         for step in range(run.n_steps):
             size = spread(value("step_size", self.step_size if average is None else average.current, step, chains), chains)
             h = _Hamiltonian(self, chains, value("temperature", self.temperature, step, chains))
-            p = (h.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
+            with torch.autocast(x.device.type, enabled=False):  # which is for the energy
+                p = (h.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
             before = h.hamiltonian(x, p)
             there, p, solved = self.integrator.way(h.slope, h.velocity, x, p, size, self.n_leapfrog_steps)
             log_ratio = torch.where(solved, before - h.hamiltonian(there, p), -torch.inf)

@@ -206,3 +206,13 @@ def test_reflow_takes_a_flow_sampler():
     label = torch.arange(8.0)
     pairs = ReflowCoupling(FlowSampler(Field()), n_steps=4)(normal(8, 1), conditions={"label": label})
     assert torch.allclose(pairs.x1, pairs.x0 + label[:, None], atol=1e-5)
+
+
+@pytest.mark.parametrize("coupling", PAIRING, ids=names)
+def test_autocast_changes_no_pair(coupling):
+    """In bf16 products near targets are alike; couplings are called inside of a step's autocast."""
+    x0, x1 = normal(256, 1) + 30, normal(256, 2) + 30
+    plain = coupling(x0, x1, generator=seeded()).x1
+    with torch.autocast("cpu", torch.bfloat16):
+        found = coupling(x0, x1, generator=seeded()).x1
+    assert torch.equal(found, plain)

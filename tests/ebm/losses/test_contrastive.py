@@ -12,7 +12,7 @@ from nvalchemi.data import AtomicData, Batch
 from nvalchemi.ebm.losses import ContrastiveDivergence, EnergyDiscrepancy, GaussianNoise, NoiseContrastiveEstimation
 from nvalchemi.ebm.samplers import LangevinDynamics
 from nvalchemi.ebm.samplers.base import EnergySampler
-from nvalchemi.errors import CheckpointError, ConfigError, TrainingError
+from nvalchemi.errors import CheckpointError, ConfigError, DataError, TrainingError
 from nvalchemi.models import InteratomicPotential, MLPEnergy, PaiNN
 from tests.ebm.quadratic import Quadratic, assert_closed_form, seeded, standard_normal
 
@@ -294,6 +294,23 @@ def test_images():
         value(make(Images(2, 8))(x, generator=seeded())).backward()
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_wide_under_autocast(name):
+    """It is a small difference of energies, whose last figures bf16 has not."""
+    model, x = MLPEnergy(2, 8), standard_normal(2, 8).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+        loss = value(LOSSES[name](model)(x, generator=seeded()))
+    assert loss.dtype == torch.float32
+    loss.backward()
+
+
+@pytest.mark.parametrize("name", ["nce", "discrepancy"])
+def test_whole_numbers_are_told(name):
+    with pytest.raises(DataError, match=r"floating dtype.*int64"):
+        LOSSES[name](mlp())(torch.zeros(4, 2, dtype=torch.long))
+
+
 def test_what_cannot_be_is_told():
     model = mlp()
     sampler = LangevinDynamics(model)
@@ -307,6 +324,21 @@ def test_what_cannot_be_is_told():
         NoiseContrastiveEstimation(model, torch.distributions.Normal(0.0, 1.0).mean)
     with pytest.raises(ConfigError, match="positive"):
         GaussianNoise(0.0, 0.0)
+    x = standard_normal(2, 4).float()
+    for noise in (GaussianNoise(torch.zeros(3)), GaussianNoise(0.0, torch.ones(4, 1))):  # one a row: it would be broadcast
+        with pytest.raises(ConfigError, match=r"of other samples.*numbers, or \(2,\)"):
+            NoiseContrastiveEstimation(model, noise)(x)
+
+    class Noise(GaussianNoise):
+        def sample(self, like, generator):
+            return super().sample(like, generator)[:, : self.mean]
+
+        def log_prob(self, x):
+            return x if self.mean == 2 else x.sum(1)
+
+    for width, match in ((1, r"of other samples.*\(4, 1\)"), (2, r"not one number a sample.*\(4, 2\).*\(4,\)")):
+        with pytest.raises(ConfigError, match=match):
+            NoiseContrastiveEstimation(model, Noise(width))(x)
     with pytest.raises(ConfigError, match="n_samples"):
         EnergyDiscrepancy(model, n_samples=0)
 

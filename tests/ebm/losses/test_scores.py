@@ -17,7 +17,7 @@ from nvalchemi.ebm.scores import (
     score,
     sliced_derivatives,
 )
-from nvalchemi.errors import ConfigError
+from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel, InteratomicPotential, MLPEnergy, PaiNN
 from nvalchemi.training import OptimizerConfig, TrainingStrategy
 from tests.ebm.quadratic import Quadratic, assert_closed_form, seeded, standard_normal, visited
@@ -274,6 +274,18 @@ def test_atoms_of_unequal_structures_are_those_alone(make):
         )
         start += structure.num_nodes
     make(model)(batch, generator=seeded()).backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whole_numbers_are_told(name):
+    with pytest.raises(DataError, match=r"needed: x.float\(\)"):
+        LOSSES[name](MLPEnergy(2, 4))(torch.zeros(4, 2, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), [], [0.1, -1.0], lambda step: 0.1, "a", [[0.1]]])
+def test_noise_that_cannot_be_is_told(bad):
+    with pytest.raises(ConfigError, match=r"no such noise.*a positive number, or several"):
+        DenoisingScoreMatching(MLPEnergy(2, 4), bad)
 
 
 def test_what_cannot_be_is_told():

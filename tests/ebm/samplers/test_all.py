@@ -205,3 +205,20 @@ def test_an_energy_that_is_not_one_number_a_sample_is_told(name, shape):
 
     with pytest.raises(ConfigError, match=r"not one number a sample.*needed: \(3,\)"):
         MAKE[name](Wrong()).sample(dim=2, n_samples=3, n_steps=1)
+
+
+@pytest.mark.parametrize("name", MCMC)
+def test_autocast_is_for_the_energy(name):
+    """A way that is rounded on its way cannot be reversed, so nothing but the energy is."""
+    mass = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
+    with_mass = {
+        "mala": lambda m: samplers.MetropolisAdjustedLangevin(m, 0.1, mass=mass),
+        "underdamped": lambda m: samplers.UnderdampedLangevin(m, 0.1, mass=mass),
+        "hmc": lambda m: samplers.HamiltonianMonteCarlo(m, 0.2, 3, mass=mass),
+        "nuts": lambda m: samplers.NoUTurnSampler(m, 0.3, mass=mass),
+        "rmhmc": lambda m: samplers.RiemannianManifoldHMC(m, lambda x: mass.expand(len(x), 2, 2), 0.2, 2),
+    }
+    sampler = {**MAKE, **with_mass}[name](Quadratic())
+    plain = sampler.sample(dim=2, n_samples=50, n_steps=5, generator=seeded())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sampler.sample(dim=2, n_samples=50, n_steps=5, generator=seeded()), plain)
