@@ -16,15 +16,28 @@ Value: TypeAlias = float | Tensor
 Setting: TypeAlias = float | Tensor | Callable[[int], float | Tensor]
 
 
-def checked(name: str, setting: Setting) -> Setting:
-    """The setting; a number below zero is refused when it is declared."""
-    if isinstance(setting, (int, float)) and not isinstance(setting, bool):
-        if not (0.0 <= setting < math.inf):
-            raise ConfigError(f"{name} cannot be that", found=setting, needed="a finite number, at least 0")
-    elif not (isinstance(setting, Tensor) or callable(setting)):
+def checked(name: str, setting: Setting, positive: bool = False) -> Setting:
+    """The setting; numbers that are below zero or not finite are refused when they are declared, and zero too where it must be ``positive``.
+
+    Raises
+    ------
+    ConfigError
+        For these, and for what is no setting.
+    """
+    if isinstance(setting, Tensor):
+        good = bool((torch.isfinite(setting) & (setting > 0 if positive else setting >= 0)).all())
+        found: object = setting.flatten()[:8].tolist()
+    elif isinstance(setting, (int, float)) and not isinstance(setting, bool):
+        good, found = (setting > 0.0 if positive else setting >= 0.0) and setting < math.inf, setting
+    elif callable(setting):
+        return setting
+    else:
         raise ConfigError(
             f"{name} cannot be that", found=repr(setting), needed="a number, a tensor (batch,) or a function of the step"
         )
+    if not good:
+        kind = "a finite number above 0" if positive else "a finite number, at least 0"
+        raise ConfigError(f"{name} cannot be that", found=found, needed=kind)
     return setting
 
 
@@ -33,7 +46,7 @@ def changes(*settings: Setting) -> bool:
     return any(not isinstance(setting, Tensor) and callable(setting) for setting in settings)
 
 
-def value(name: str, setting: Setting, step: int, chains: Chains) -> Value:
+def value(name: str, setting: Setting, step: int, chains: Chains, positive: bool = False) -> Value:
     """What a setting is at a step (from 0): a number, or a tensor of no dimension or (size,); see `spread`.
 
     Raises
@@ -43,7 +56,7 @@ def value(name: str, setting: Setting, step: int, chains: Chains) -> Value:
     """
     found = setting(step) if not isinstance(setting, Tensor) and callable(setting) else setting
     if not isinstance(found, Tensor):
-        return float(found) if found is setting else float(checked(f"{name} at step {step}", found))  # type: ignore[arg-type]
+        return float(found) if found is setting else float(checked(f"{name} at step {step}", found, positive))  # type: ignore[arg-type]
     if found.ndim and found.shape != (chains.size,):
         raise ConfigError(
             f"{name} does not fit the samples",

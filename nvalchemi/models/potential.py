@@ -187,6 +187,10 @@ class InteratomicPotential(EnergyModel):
         DataError
             An element that the model does not know, or labels whose reference energies were taken off already.
         """
+        if not isinstance(batch, Batch):
+            raise DataError(
+                "a potential has the energy of structures", found=type(batch).__name__, needed="a nvalchemi.data.Batch"
+            )
         self._check(batch)
         edges = self._edges(batch)
         return self._total(batch, self.net(batch.atomic_numbers, edges.vectors, edges.pairs))

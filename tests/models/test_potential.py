@@ -257,3 +257,8 @@ def test_fitting_to_a_training_set():
     assert model.reference_energies == pytest.approx({"H": -13.0, "C": -1000.0, "O": -2000.0})
     assert model.fit_energy_scale(Batch.from_data_list(data)) == pytest.approx(0.5)
     assert float(model.scale) == pytest.approx(0.5)
+
+
+def test_what_is_no_structure_is_told():
+    with pytest.raises(DataError, match=r"energy of structures; found: Tensor"):
+        painn()(torch.zeros(3, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
@@ -49,6 +49,24 @@ class ScoreLoss(ScalarEnergyLoss):
         template: Any = functional_model
         if template is not None and not isinstance(template, nn.Module):
             raise ConfigError("functional_model is no module", found=type(template).__name__, fix="leave it out")
+
+
+def vectors(x: Any, loss: ModelLoss) -> Tensor:
+    """The samples, if they are rows of a tensor.
+
+    Raises
+    ------
+    ConfigError
+        For structures, where the loss takes none.
+    """
+    if not isinstance(x, Tensor):
+        raise ConfigError(
+            f"{type(loss).__name__} takes vectors",
+            found=type(x).__name__,
+            needed="a tensor (batch, ...)",
+            fix="structures are for DenoisingScoreMatching, ContrastiveDivergence, SlicedScoreMatching and ScoreMatching",
+        )
+    return x
 
 
 def at_step(name: str, setting: Any, step: int | None) -> float:

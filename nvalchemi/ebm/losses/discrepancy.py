@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss, vectors
 from nvalchemi.ebm.losses.contrastive import both_energies
 from nvalchemi.ebm.samples import normal_like
 from nvalchemi.errors import ConfigError
@@ -51,6 +51,7 @@ class EnergyDiscrepancy(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        vectors(x, self)
         scale, m = math.sqrt(self.t), self.n_samples
         away = (x + scale * normal_like(x, generator)).expand(m, *x.shape)
         back = away + scale * torch.empty_like(away, memory_format=torch.contiguous_format).normal_(generator=generator)

@@ -14,7 +14,7 @@ from nvalchemi.distributed import Manager, all_reduce, gather, members, single_p
 from nvalchemi.ebm.conditions import repeated
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.interpolants import Interpolant
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss, at_step, vectors
 from nvalchemi.ebm.losses.contrastive import both_energies
 from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
@@ -131,6 +131,7 @@ class EnergyMatching(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        vectors(x, self)
         weight = at_step("lambda_cd", self.lambda_cd, step)
         # The chains and their energies come before the flow term: sharded weights are let go by the latter's gradient.
         contrastive, negatives = None, None

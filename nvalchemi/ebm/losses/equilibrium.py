@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.fields import ENERGY_TYPES, energy_terms, output_of
 from nvalchemi.ebm.interpolants import Interpolant
+from nvalchemi.ebm.losses.base import vectors
 from nvalchemi.ebm.losses.paths import Paths, Point, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.scores import energy_gradient
@@ -137,6 +138,7 @@ class EquilibriumMatching(ModelLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        vectors(x, self)
         point = self.paths.draw(x, generator, conditions, together=self.model.training)
         output, activations = self._output(model, point)
         column = (-1, *[1] * (x.ndim - 1))

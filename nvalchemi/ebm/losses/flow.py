@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nvalchemi.ebm.couplings import Coupling
 from nvalchemi.ebm.fields import output_of
 from nvalchemi.ebm.interpolants import Interpolant
+from nvalchemi.ebm.losses.base import vectors
 from nvalchemi.ebm.losses.paths import Paths, mean_square
 from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.scores import energy_gradient
@@ -63,6 +64,7 @@ class FlowMatching(ModelLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        vectors(x, self)
         point = self.paths.draw(x, generator, conditions, together=self.model.training)
         if isinstance(self.model, EnergyModel):
             velocity = -energy_gradient(model, point.x.detach(), create_graph=torch.is_grad_enabled(), **point.conditions)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from nvalchemi.ebm.losses.base import ScalarEnergyLoss
+from nvalchemi.ebm.losses.base import ScalarEnergyLoss, vectors
 from nvalchemi.ebm.losses.contrastive import both_energies
 from nvalchemi.ebm.samples import normal_like
 from nvalchemi.errors import ConfigError
@@ -106,6 +106,7 @@ class NoiseContrastiveEstimation(ScalarEnergyLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        vectors(x, self)
         noise = self.noise_distribution.sample(x.repeat(self.noise_ratio, *[1] * (x.ndim - 1)), generator)
         if noise.shape != (self.noise_ratio * len(x), *x.shape[1:]):
             raise ConfigError(

@@ -60,7 +60,7 @@ class HamiltonianMonteCarlo(AdaptiveSampler):
                 needed="n_leapfrog_steps at least 1, jitter at least 0 and less than 1",
             )
         self.n_leapfrog_steps, self.mass, self.jitter = n_leapfrog_steps, mass, float(jitter)
-        self.temperature = checked("temperature", temperature)
+        self.temperature = checked("temperature", temperature, positive=True)
         self.integrator = symplectic_integrator(integrator)
 
     def _time_step(self, setting: Value) -> Value:
@@ -97,7 +97,7 @@ class HamiltonianMonteCarlo(AdaptiveSampler):
     def _values(self, run: Run, mechanics: Mechanics, step: int, average: DualAveraging | None) -> tuple[Value, Value]:
         """The leapfrog step as `Mechanics` takes it, and the temperature."""
         size = value("step_size", self.step_size if average is None else average.current, step, run.chains)
-        temperature = value("temperature", self.temperature, step, run.chains)
+        temperature = value("temperature", self.temperature, step, run.chains, positive=True)
         size = self._time_step(size)
         if self.jitter:
             size = size * (1.0 + self.jitter * (2.0 * run.uniform() - 1.0)).to(run.chains.start.dtype)

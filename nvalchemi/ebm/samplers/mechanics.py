@@ -37,6 +37,8 @@ class Mechanics:
         self.model, self.chains = model, chains
         self._scale: Value = 1.0
         self._whiten: Tensor | None = None
+        if not isinstance(mass, (str, float, int, Tensor)):
+            mass = torch.as_tensor(mass)  # of lists and arrays
         if isinstance(mass, str):
             self._scale = chains.masses(mass).rsqrt()
         elif isinstance(mass, Tensor) and mass.ndim == 2 and mass.shape != chains.start.shape[1:]:

@@ -65,7 +65,7 @@ class NoUTurnSampler(AdaptiveSampler):
                 needed="max_tree_depth at least 1, max_energy_error positive",
             )
         self.max_tree_depth, self.mass, self.max_energy_error = max_tree_depth, mass, float(max_energy_error)
-        self.temperature = checked("temperature", temperature)
+        self.temperature = checked("temperature", temperature, positive=True)
 
     @property
     def even_calls(self) -> bool:
@@ -80,7 +80,7 @@ class NoUTurnSampler(AdaptiveSampler):
         check_start(energy, type(self).__name__)
         for step in range(run.n_steps):
             size = value("step_size", self.step_size if average is None else average.current, step, chains)
-            temperature = value("temperature", self.temperature, step, chains)
+            temperature = value("temperature", self.temperature, step, chains, positive=True)
             x, energy, gradient, acceptance, numbers = self._grow(run, mechanics, _Point(x, energy, gradient), size, temperature)
             yield x, acceptance.log(), numbers if run.diagnostics else NOTHING
 

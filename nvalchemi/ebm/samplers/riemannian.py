@@ -61,7 +61,7 @@ class RiemannianManifoldHMC(AdaptiveSampler):
             raise ConfigError("no such way", found=f"n_leapfrog_steps={n_leapfrog_steps}", needed="at least 1")
         self.metric_fn, self.n_leapfrog_steps = metric_fn, n_leapfrog_steps
         self.integrator = generalised_integrator(integrator, n_fixed_point_steps=n_fixed_point_steps, tolerance=tolerance)
-        self.temperature = checked("temperature", temperature)
+        self.temperature = checked("temperature", temperature, positive=True)
 
     @property
     def even_calls(self) -> bool:
@@ -78,7 +78,7 @@ class RiemannianManifoldHMC(AdaptiveSampler):
         check_start(chains.energy(self.energy, x), type(self).__name__)
         for step in range(run.n_steps):
             size = spread(value("step_size", self.step_size if average is None else average.current, step, chains), chains)
-            h = _Hamiltonian(self, chains, value("temperature", self.temperature, step, chains))
+            h = _Hamiltonian(self, chains, value("temperature", self.temperature, step, chains, positive=True))
             with torch.autocast(x.device.type, enabled=False):  # which is for the energy
                 p = (h.factor(x) @ run.normal(x).unsqueeze(2)).squeeze(2)
             before = h.hamiltonian(x, p)

@@ -97,6 +97,10 @@ class SpeciesSwaps(EnergySampler):
         temperature = value("temperature", getattr(self.sampler, "temperature", 1.0), 0, chains)
         # the noise of Langevin dynamics has a scale of its own, which is a temperature too
         temperature = temperature * value("noise_scale", getattr(self.sampler, "noise_scale", 1.0), 0, chains) ** 2
+        if not bool((torch.as_tensor(temperature) > 0).all()):
+            raise ConfigError(
+                "exchanges are accepted at a temperature", found="a temperature or noise scale of 0", needed="above 0"
+            )
         energy, rate = chains.energy(model, x), x.new_tensor(torch.nan)
         for _ in range(self.n_swaps):
             first, second, there = chains.unlike_pair(run.uniform(), run.uniform())

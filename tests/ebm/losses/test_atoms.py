@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from nvalchemi.data import Batch
-from nvalchemi.ebm.losses import ContrastiveDivergence, DenoisingScoreMatching
+from nvalchemi.ebm.losses import (
+    ContrastiveDivergence,
+    DenoisingScoreMatching,
+    EnergyDiscrepancy,
+    EnergyMatching,
+    EquilibriumMatching,
+    FlowMatching,
+    NoiseContrastiveEstimation,
+)
 from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, LangevinDynamics, MetropolisAdjustedLangevin
+from nvalchemi.errors import ConfigError
 from tests.ebm.molecules import Springs, bumps, crystals, equilibrium, molecules, pair_springs
 
 SIZES = (2, 3, 5)
@@ -133,3 +142,11 @@ def test_chains_begin_anew_at_the_data():
     for seed in range(4):
         loss, negatives = loss_fn(data, generator=seeded(seed))
         assert torch.isfinite(loss) and len(negatives) == 3 and "energy" not in negatives
+
+
+@pytest.mark.parametrize(
+    "kind", [NoiseContrastiveEstimation, EnergyDiscrepancy, FlowMatching, EquilibriumMatching, EnergyMatching]
+)
+def test_losses_that_take_no_structures_say_so(kind):
+    with pytest.raises(ConfigError, match=r"takes vectors.*structures are for DenoisingScoreMatching"):
+        kind(Springs(1.0))(molecules((2, 3)))

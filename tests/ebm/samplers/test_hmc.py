@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
-from nvalchemi.ebm.samplers import HamiltonianMonteCarlo, LangevinDynamics, MetropolisAdjustedLangevin
+from nvalchemi.ebm.samplers import (
+    HamiltonianMonteCarlo,
+    LangevinDynamics,
+    MetropolisAdjustedLangevin,
+    NoUTurnSampler,
+    RiemannianManifoldHMC,
+)
 from nvalchemi.ebm.toy import GaussianModel
 from nvalchemi.errors import ConfigError, TrainingError
 from nvalchemi.models import MLPEnergy
@@ -103,6 +110,12 @@ def test_what_a_mass_is():
     image = HamiltonianMonteCarlo(Quadratic(), 0.3, 3, mass=torch.ones(2, 3)).sample(dim=(2, 3), n_samples=4, n_steps=2)
     assert image.shape == (4, 2, 3)
     assert HamiltonianMonteCarlo(Quadratic(), 0.3, 3, mass=torch.eye(6)).sample(x=image, n_steps=2).shape == (4, 2, 3)
+    plain = {"x": torch.ones(4, 2), "n_steps": 2}
+    tensor, *others = (
+        HamiltonianMonteCarlo(Quadratic(), 0.3, 3, mass=mass).sample(**plain, generator=torch.Generator().manual_seed(0))
+        for mass in (torch.tensor([1.0, 2.0]), [1.0, 2.0], numpy.array([1.0, 2.0]))
+    )
+    assert all(torch.equal(other, tensor) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +152,24 @@ def test_declarations_that_cannot_be():
     for bad in ({"n_leapfrog_steps": 0}, {"jitter": 1.0}, {"step_size": -1.0}, {"integrator": "euler"}):
         with pytest.raises(ConfigError):
             HamiltonianMonteCarlo(Quadratic(), **bad)
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.tensor([1.0, 0.0]), torch.tensor([1.0, float("nan")]), lambda step: 0.0])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        HamiltonianMonteCarlo,
+        MetropolisAdjustedLangevin,
+        NoUTurnSampler,
+        lambda m, h, temperature: RiemannianManifoldHMC(
+            m, lambda x: torch.eye(2).expand(len(x), 2, 2), h, temperature=temperature
+        ),
+    ],
+)
+def test_a_test_of_acceptance_needs_a_temperature(kind, bad):
+    """At T = 0 every way was refused: the chains stood still without notice."""
+    with pytest.raises(ConfigError, match=r"temperature.*a finite number above 0"):
+        kind(Quadratic(), 0.1, temperature=bad).sample(dim=2, n_samples=2, n_steps=1)
 
 
 def test_chains_that_begin_nowhere():

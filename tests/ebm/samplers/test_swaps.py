@@ -131,6 +131,9 @@ def test_between_moves_of_atoms_with_numbers_and_a_trajectory():
         lambda m: SpeciesSwaps(SpeciesSwaps(still(m))),
         lambda m: SpeciesSwaps(still(m)).sample(x=torch.zeros(3, 2), n_steps=1),
         lambda m: SpeciesSwaps(still(m)).compile(),
+        lambda m: SpeciesSwaps(LangevinDynamics(m, 0.0, noise_scale=0.0), every=1).sample(
+            x=Batch.from_data_list([structure([1, 2])]), n_steps=1
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make):
