@@ -19,8 +19,9 @@ LIMIT = 3.0  # seconds beyond that for a store that does not answer: the process
 
 _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|Timed out waiting|Application timeout|[Pp]rocess group"
+    r"|Detected mismatch between collectives"  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
 )
-_CUT = re.compile(r"Timed out waiting|Application timeout|[Cc]onnection (was )?closed")
+_CUT = re.compile(r"Timed out waiting|Application timeout|[Cc]onnection (was )?closed|Detected mismatch between collectives")
 
 
 @dataclass
@@ -78,7 +79,8 @@ def tell(error: BaseException, run: int, manager: Manager) -> None:
         raise TrainingError(
             "the ranks waited in vain for each other, each in a collective that the others did not enter",
             needed="as many calls of the models on each rank, in the same order, where they are sharded or replicated",
-            fix="look for calls that depend on a rank's data, in training_fn, loss or hooks; unsharded(model) is for those",
+            fix="look for calls that depend on a rank's data, in training_fn, loss or hooks; unsharded(model) is for those. "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment ends the run at the first such call, with its place in the code",
         ) from error
 
 

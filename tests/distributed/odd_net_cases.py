@@ -353,8 +353,14 @@ def running_means(manager: Any) -> dict[str, Any]:
     }
 
 
-def unlike_calls(manager: Any) -> str:
-    """Rank 1 calls the model once more than rank 0, which both learn when their time is over."""
+def unlike_calls(manager: Any, how: str) -> str:
+    """One rank calls the model once more than the other, which both learn when their time is over, or at once where torch looks."""
+    if how == "looked at":
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        store = dist.PrefixStore("looked at", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=manager.rank, world_size=manager.world_size)
+        dist.set_debug_level(dist.DebugLevel.OFF)
     set_timeout(timedelta(seconds=2), dist.group.WORLD)
     patience, failures.GRACE = failures.GRACE, 1.0
     torch.manual_seed(0)
@@ -363,10 +369,15 @@ def unlike_calls(manager: Any) -> str:
     def scored(found: Any, batch: Tensor) -> Tensor:
         return sum((scores(model, batch) for _ in range(1 + manager.rank)), found.mean())
 
+    def once_more(found: Tensor, batch: Tensor) -> Tensor:
+        if manager.rank == 0:
+            model(batch)
+        return found.square().mean()
+
     try:
-        train(manager, model, loss=scored)
+        train(manager, model, loss=scored if how == "scores" else once_more)
     except TrainingError as error:
-        return str(error)
+        return f"{error} {error.__cause__}"
     finally:
         failures.GRACE = patience
     return "nothing"

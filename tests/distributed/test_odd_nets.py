@@ -67,6 +67,8 @@ def test_tensors_that_reach_a_part_past_its_arguments_lose_no_gradient_in_silenc
         assert "not inside objects" in found
 
 
-def test_ranks_that_call_a_model_unlike_often_are_told_when_their_time_is_over(ranks):
-    for found in ranks.call(f"{CASES}:unlike_calls", breaks=True):
+@pytest.mark.parametrize("how", ["scores", "energies", "looked at"])
+def test_ranks_that_call_a_model_unlike_often_are_told_when_their_time_is_over(ranks, how):
+    for found in ranks.call(f"{CASES}:unlike_calls", how, breaks=True):
         assert "waited in vain for each other" in found and "unsharded(model)" in found
+        assert ("Detected mismatch between collectives" in found) == (how == "looked at")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,7 +158,11 @@ class Compiled(StandIn):
             return self._plain()(*args, **kwargs)
         self.calls += graph and self.module.training
         if self._function is None:
-            self._function = torch.compile(_seen(self._plain()), **self.options)
+            cls = type(self.module)
+            if self.before is None and cls.forward.__module__.startswith("torch."):
+                self._function = partial(torch.compile(_forward_of(cls), **self.options), self.module)
+            else:
+                self._function = torch.compile(self._plain(), **self.options)
         return self._function(*args, **kwargs)
 
     def _plain(self) -> Callable[..., Any]:
@@ -174,15 +179,15 @@ class Compiled(StandIn):
                 self.module.__dict__["forward"] = self.before
 
 
-def _seen(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch compiles: older versions leave alone, without a word, one of their own files where it comes first."""
-    if not getattr(forward, "__module__", "").startswith("torch."):
-        return forward
+@cache
+def _forward_of(cls: Any) -> Callable[..., Any]:
+    """``cls.forward`` as a function of ours: older versions of torch leave their own alone, without a word, where they come first."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(module, *args, **kwargs)
 
-    return call
+    forward.__code__ = forward.__code__.replace(co_name=cls.__name__)  # what was compiled is kept, up to a limit, with the code
+    return forward
 
 
 def _requires_gradient(*tree: Any) -> bool:
