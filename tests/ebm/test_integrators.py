@@ -57,6 +57,13 @@ def test_the_order_of_fixed_steps(name, order, span):
     assert math.log2(wrong[0] / wrong[1]) == pytest.approx(order, abs=0.15)
 
 
+@pytest.mark.parametrize(
+    "name", ["euler", "heun", "rk4", "adaptive_heun", "bosh3", "dopri5", "dopri8", "backward_euler_maruyama"]
+)
+def test_nothing_is_integrated(name):
+    assert get_integrator(name).integrate(lambda x, t: -x, torch.zeros(0, 3), [0.0, 0.5, 1.0]).shape == (0, 3)
+
+
 @pytest.mark.parametrize(("name", "loose"), [("adaptive_heun", 1e-3), ("bosh3", 1e-4), ("dopri5", 1e-6), ("dopri8", 1e-9)])
 @pytest.mark.parametrize("span", [(0.0, 2.0), (2.0, 0.5)])
 def test_adaptive_steps_keep_the_tolerance(name, loose, span):

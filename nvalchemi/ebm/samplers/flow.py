@@ -62,7 +62,8 @@ class FlowSampler(Sampler):
         D(t) of the stochastic equation and its scale, one of `DIFFUSIONS`.
     last_step, last_step_size
         The stochastic equation ends this much before t = 1, where its score has no bound, with one step without noise: ``"mean"`` along
-        its drift, ``"euler"`` along v, ``"tweedie"`` to the mean of the data given x; or None.
+        its drift, ``"euler"`` along v, ``"tweedie"`` to the mean of the data given x; or None. ``"mean"`` goes by D and has no noise, so it
+        leaves samples too near each other where D does not vanish at t = 1: not for ``diffusion_form="constant"``.
     sample_eps
         How far from t = 0 and t = 1 to stay. If not given, `EDGE` at an end where the model's prediction gives no finite velocity or
         score, and 0 at the others.
