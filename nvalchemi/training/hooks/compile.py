@@ -158,7 +158,7 @@ class Compiled(StandIn):
             return self._plain()(*args, **kwargs)
         self.calls += graph and self.module.training
         if self._function is None:
-            cls = type(self.module)
+            cls: Any = type(self.module)
             if self.before is None and cls.forward.__module__.startswith("torch."):
                 self._function = partial(torch.compile(_forward_of(cls), **self.options), self.module)
             else:
