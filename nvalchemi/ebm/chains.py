@@ -16,8 +16,7 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel
-from nvalchemi.models.energy import check_energy
-from nvalchemi.models.gradient import plain
+from nvalchemi.models.gradient import check_energy, plain
 
 
 class Chains(ABC):

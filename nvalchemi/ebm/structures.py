@@ -17,8 +17,7 @@ from nvalchemi.data.ragged import ragged_rows
 from nvalchemi.ebm.chains import Chains
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential
-from nvalchemi.models.energy import check_energy
-from nvalchemi.models.gradient import plain
+from nvalchemi.models.gradient import check_energy, plain
 
 SKIN = 1.0
 """Å by which a neighbour list reaches farther than needed: it holds until an atom has moved half of it."""

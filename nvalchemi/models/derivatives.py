@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
-from nvalchemi.models.gradient import differentiable, input_gradients, leaf, plain
+from nvalchemi.models.gradient import check_energy, differentiable, input_gradients, leaf, plain
 
 
 def energy_and_derivatives(
@@ -38,7 +38,7 @@ def energy_and_derivatives(
         if "stress" in outputs:
             strain = positions.new_zeros(batch.num_graphs, 3, 3).requires_grad_()
             moved, inputs = strained(batch, positions, strain), [positions, strain]
-        energy = energy_of(moved)
+        energy = check_energy(energy_of(moved), batch.num_graphs)
         gradients = input_gradients(energy, inputs, create_graph=graph)
     result = {"energy": energy if graph else energy.detach()} if "energy" in outputs else {}
     if "forces" in outputs:

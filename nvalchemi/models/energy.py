@@ -14,7 +14,7 @@ from nvalchemi.distributed.blocks import follow_gradients, following, is_unit
 from nvalchemi.distributed.state import check_division
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
-from nvalchemi.models.gradient import differentiable, input_gradient, leaf
+from nvalchemi.models.gradient import check_energy, differentiable, input_gradient, leaf
 
 
 class EnergyModel(nn.Module):
@@ -180,24 +180,6 @@ class EnergyModel(nn.Module):
             f"{type(self).__name__} cannot say how it is rebuilt",
             fix="define config() and register the class with register_model",
         )
-
-
-def check_energy(energy: Tensor, samples: int) -> Tensor:
-    """The energies, if they are one number a sample: anything else would be broadcast, or summed twice, without notice.
-
-    Raises
-    ------
-    ConfigError
-        Otherwise.
-    """
-    if energy.shape != (samples,):
-        raise ConfigError(
-            "the energy is not one number a sample",
-            found=tuple(energy.shape),
-            needed=f"({samples},)",
-            fix="in forward, sum over all but the first dimension, or squeeze(-1) the network's last one",
-        )
-    return energy
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype | None:

@@ -18,7 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvalchemi.errors import DataError
+from nvalchemi.errors import ConfigError, DataError
+
+
+def check_energy(energy: Tensor, samples: int) -> Tensor:
+    """The energies, if they are one number a sample: anything else would be broadcast, or summed twice, without notice.
+
+    Raises
+    ------
+    ConfigError
+        Otherwise.
+    """
+    if energy.shape != (samples,):
+        raise ConfigError(
+            "the energy is not one number a sample",
+            found=tuple(energy.shape),
+            needed=f"({samples},)",
+            fix="in forward, sum over all but the first dimension, or squeeze(-1) the network's last one",
+        )
+    return energy
 
 
 def input_gradient(energy: Tensor, inputs: Tensor, *, create_graph: bool = False, anchored: bool = True) -> Tensor:

@@ -76,3 +76,15 @@ def test_only_what_is_declared():
         model.predict(batch, ("energy", "forces"))
     with pytest.raises(ConfigError, match="found: 'energy'"):
         model.predict(batch, "energy")
+
+
+@pytest.mark.parametrize("wrong", [lambda e: e.mean(), lambda e: e.sum(), lambda e: e[:, None]])
+def test_energies_are_one_a_structure(wrong):
+    """The forces of a mean over the batch were too small by the number of its structures, without notice."""
+    model, _, batch = both()
+    model.forward = lambda batch: wrong(model.net(batch))
+    for outputs in (("energy", "forces"), ("stress",)):
+        with pytest.raises(ConfigError, match=r"not one number a sample.*needed: \(3,\)"):
+            model.predict(batch, outputs)
+    with pytest.raises(ConfigError, match="not one number a sample"):
+        model.gradient(batch)

@@ -16,7 +16,8 @@ from nvalchemi.ebm.losses.base import ScalarEnergyLoss
 from nvalchemi.ebm.samplers import Sampler
 from nvalchemi.ebm.samples import positions
 from nvalchemi.errors import CheckpointError, ConfigError
-from nvalchemi.models.energy import EnergyModel, check_energy
+from nvalchemi.models.energy import EnergyModel
+from nvalchemi.models.gradient import check_energy
 from nvalchemi.objective import Terms
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
-from nvalchemi.models.gradient import compiled_gradient
+from nvalchemi.models.gradient import check_energy, compiled_gradient
 
 
 class CompiledEnergy(EnergyModel):
@@ -43,4 +43,5 @@ class CompiledEnergy(EnergyModel):
             )
         wide = self._held[0].force_fp32_gradient
         with torch.autocast(x.device.type, enabled=not wide and torch.is_autocast_enabled(x.device.type)):
-            return self._both(x)
+            energy, gradient = self._both(x)
+        return check_energy(energy, len(x)), gradient

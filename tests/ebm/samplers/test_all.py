@@ -205,6 +205,9 @@ def test_an_energy_that_is_not_one_number_a_sample_is_told(name, shape):
 
     with pytest.raises(ConfigError, match=r"not one number a sample.*needed: \(3,\)"):
         MAKE[name](Wrong()).sample(dim=2, n_samples=3, n_steps=1)
+    if name == "langevin":
+        with pytest.raises(ConfigError, match="not one number a sample"):
+            MAKE[name](Wrong()).compile(backend="eager").sample(dim=2, n_samples=3, n_steps=1)
 
 
 @pytest.mark.parametrize("name", MCMC)
