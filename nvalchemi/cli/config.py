@@ -204,6 +204,7 @@ class TrainConfig(Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     report_every_n_steps: Positive = 50
+    tensorboard: bool = False
 
     @model_validator(mode="after")
     def _early_stop_has_something_to_look_at(self) -> TrainConfig:

@@ -36,6 +36,7 @@ from nvalchemi.training.hooks import (
     ProgressHook,
     SpikeHook,
     StopOnSignalHook,
+    TensorBoardHook,
     TimeBudgetHook,
 )
 from nvalchemi.training.schedules import Shape
@@ -271,7 +272,10 @@ def make_hooks(config: TrainConfig, run: RunDir, *, validated: bool) -> list[Hoo
         hooks.append(EMAHook(section.ema_decay, bias_corrected=True))
     if section.early_stop is not None:
         hooks.append(EarlyStopHook(**section.early_stop.model_dump()))
-    hooks += [ProgressHook(), MetricsHook(run.path, Every(steps=config.report_every_n_steps))]
+    reported = Every(steps=config.report_every_n_steps)
+    hooks += [ProgressHook(), MetricsHook(run.path, reported)]
+    if config.tensorboard:
+        hooks.append(TensorBoardHook(run.path / "tensorboard", reported))
     often = saving if saving.every_n_epochs or saving.every_n_steps else config.validation
     every = Every(steps=often.every_n_steps) if often.every_n_steps else Every(epochs=often.every_n_epochs or 1)
     keep_best = saving.keep_best if validated else None

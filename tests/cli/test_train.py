@@ -246,6 +246,18 @@ def test_a_resume_may_add_hooks(folder):
     assert load_trained(RunDir(folder / "grown"), which="last").weights == "ema"
 
 
+def test_a_run_may_write_for_tensorboard(folder):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    call("train", "config.yaml", "--run-dir", "shown", "tensorboard=true", "training.steps=3")
+    call("resume", "shown", "training.steps=5")
+    events = EventAccumulator(str(folder / "shown" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert "validation/forces_mae" in events.Tags()["scalars"]
+
+
 def test_the_network_computes_in_the_dtype_of_the_data(folder):
     call("train", "config.yaml", "--run-dir", "double", "data.dtype=float64", "training.steps=2")
     call("resume", "double", "training.steps=3")

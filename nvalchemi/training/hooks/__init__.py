@@ -12,9 +12,11 @@ from nvalchemi.training.hooks.fsdp2 import FSDP2Hook
 from nvalchemi.training.hooks.metrics import MetricsHook
 from nvalchemi.training.hooks.pcd_checkpoint import PCDCheckpointHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
+from nvalchemi.training.hooks.profiler import ProfilerHook
 from nvalchemi.training.hooks.progress import ProgressHook
 from nvalchemi.training.hooks.signals import StopOnSignalHook
 from nvalchemi.training.hooks.spike import SpikeHook
+from nvalchemi.training.hooks.tensorboard import TensorBoardHook
 from nvalchemi.training.hooks.time_budget import TimeBudgetHook
 
 __all__ = [
@@ -30,9 +32,11 @@ __all__ = [
     "MetricsHook",
     "MixedPrecisionHook",
     "PCDCheckpointHook",
+    "ProfilerHook",
     "ProgressHook",
     "SpikeHook",
     "StopOnSignalHook",
+    "TensorBoardHook",
     "TimeBudgetHook",
     "update_ema",
 ]

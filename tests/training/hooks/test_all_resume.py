@@ -22,9 +22,11 @@ from nvalchemi.training.hooks import (
     MetricsHook,
     MixedPrecisionHook,
     PCDCheckpointHook,
+    ProfilerHook,
     ProgressHook,
     SpikeHook,
     StopOnSignalHook,
+    TensorBoardHook,
     TimeBudgetHook,
 )
 from tests.training.hooks.runs import batches, network, strategy
@@ -62,9 +64,11 @@ CASES = {
         lambda folder: [MixedPrecisionHook("bf16")],
         lambda folder: [MixedPrecisionHook("fp16", init_scale=2.0**24, growth_interval=2)],
     ],
+    ProfilerHook: [lambda folder: [ProfilerHook(folder / "profile", wait=1, warmup=1, active=2)]],
     ProgressHook: [lambda folder: [ProgressHook()]],
     SpikeHook: [lambda folder: [SpikeHook(factor=1.2, window=6, max_consecutive=50)]],
     StopOnSignalHook: [lambda folder: [StopOnSignalHook()]],
+    TensorBoardHook: [lambda folder: [TensorBoardHook(folder / "events", Every(steps=4))]],
     TimeBudgetHook: [lambda folder: [TimeBudgetHook(1e6)]],  # with a shape the clock sets the rate, and no two runs are equal
 }
 
