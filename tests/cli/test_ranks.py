@@ -47,7 +47,7 @@ def trained(folder):
 
 def test_two_ranks_train_one_run(folder, trained):
     assert trained.returncode == 0, trained.stderr
-    assert trained.stdout == ""
+    assert not [line for line in trained.stdout.splitlines() if not line.startswith("[Gloo]")]  # older versions of that say hello
     run = RunDir.existing(folder / "run")
     records = run.records()
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4]

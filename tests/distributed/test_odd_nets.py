@@ -8,6 +8,7 @@ import torch
 from nvalchemi.distributed import single_process
 from tests.distributed import odd_net_cases as cases
 
+OLD = torch.__version__ < "2.9"
 CASES = "tests.distributed.odd_net_cases"
 
 
@@ -21,6 +22,8 @@ def test_same_gradients_and_buffers(ranks, name, loss, each):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "by hand"])
 def test_parameters_without_entries_are_trained_averaged_saved_and_loaded(ranks, how, tmp_path):
+    if how == "by hand" and OLD:
+        pytest.skip("this torch cannot add up shards without entries, which FSDP2Hook leaves whole")
     wanted = cases.vacant_run(single_process("cpu"), how, str(tmp_path / "alone"))
     for got in ranks.call(f"{CASES}:vacant_run", how, str(tmp_path / "ranks")):
         assert [(name, tensor.shape) for name, tensor in got] == [(name, tensor.shape) for name, tensor in wanted]
@@ -69,6 +72,8 @@ def test_tensors_that_reach_a_part_past_its_arguments_lose_no_gradient_in_silenc
 
 @pytest.mark.parametrize("how", ["scores", "energies", "looked at"])
 def test_ranks_that_call_a_model_unlike_often_are_told_when_their_time_is_over(ranks, how):
+    if how == "looked at" and OLD:
+        pytest.skip("this torch cannot compare the messages of gloo's ranks")
     for found in ranks.call(f"{CASES}:unlike_calls", how, breaks=True):
         assert "waited in vain for each other" in found and "unsharded(model)" in found
         assert ("Detected mismatch between collectives" in found) == (how == "looked at")
