@@ -193,3 +193,14 @@ def test_a_rank_that_cannot_save_ends_all(ranks, tmp_path):
     assert "no plain data" in second["error"]
     assert "rank 1" in first["error"] and "no plain data" in first["error"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_rates_of_a_time_budget_are_those_of_the_first_ranks_clock(ranks, accumulate):
+    """The other's runs four times as fast; the budget is used up at the first rank's 0.8 s, at one step on both."""
+    first, second = ranks.call(f"{CASES}:clocked", accumulate)
+    assert first["error"] is None and second["error"] is None
+    assert first["rates"] == second["rates"] and len(first["rates"]) == first["steps"] == second["steps"] > 3
+    assert all(a >= b for a, b in zip(first["rates"], first["rates"][1:], strict=False))
+    assert first["rates"][0] > 0.008 and first["rates"][-1] < 0.003
+    assert same(first, second)

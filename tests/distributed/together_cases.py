@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import Any
 
 import torch
@@ -13,7 +14,16 @@ from torch.utils.data import DataLoader
 from nvalchemi.distributed import failures
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import Hook, OptimizerConfig, TrainingSpan, TrainingStage, TrainingStrategy, ValidationConfig, around, on
-from nvalchemi.training.hooks import DDPHook, EarlyStopHook, GradientClipHook, MetricsHook, SpikeHook, StopOnSignalHook
+from nvalchemi.training.hooks import (
+    DDPHook,
+    EarlyStopHook,
+    GradientClipHook,
+    MetricsHook,
+    SpikeHook,
+    StopOnSignalHook,
+    TimeBudgetHook,
+)
+from nvalchemi.training.schedules import Shape
 from tests.distributed.ddp_cases import Aware, Stored, own
 
 
@@ -466,3 +476,25 @@ def unsaveable(manager, folder):
             return {"a lock": object()} if manager.rank == 1 else {"a lock": 1}
 
     return run(manager, batches(3, manager.rank), Bad(), CheckpointHook(folder, every=Every(steps=2)))
+
+
+def clocked(manager, accumulate):
+    """A budget of time with a shape, where the ranks' clocks differ: the rates of each step, and what each step asks."""
+    rates: list[float] = []
+    elapsed = TimeBudgetHook.elapsed.fget
+
+    class Budget(TimeBudgetHook):
+        name = "budget"
+
+        @property
+        def elapsed(self):
+            return elapsed(self) * (1.0 + 3.0 * manager.rank)
+
+    @on(TrainingStage.LOSS_READY)
+    def note(ctx):
+        time.sleep(0.02)
+        if ctx.is_last_microbatch:
+            rates.append(float(ctx.optimizers["model"].param_groups[0]["lr"]))
+
+    done = run(manager, batches(8, manager.rank), note, Budget(0.8, Shape("linear")), num_epochs=1000, accumulate=accumulate)
+    return {**done, "rates": rates}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvalchemi.distributed.collectives import broadcast
+from nvalchemi.distributed.collectives import Agreement
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import Hook, on
 from nvalchemi.training.stages import Order, TrainingStage
@@ -52,6 +52,7 @@ class TimeBudgetHook(Hook):
         self.earlier = 0.0
         self._since: float | None = None
         self._rates: list[tuple[dict[str, Any], float]] = []
+        self._told: Agreement | None = None
 
     @property
     def elapsed(self) -> float:
@@ -91,13 +92,21 @@ class TimeBudgetHook(Hook):
         """The factor for the coming step."""
         if self.shape is None:
             return
-        over = max(self._agreed(ctx) / self.seconds, ctx.fraction_done or 0.0)
+        told, self._told = self._told, None
+        elapsed = self._agreed(ctx) if told is None else told.result()[0]
+        over = max(elapsed / self.seconds, ctx.fraction_done or 0.0)
         factor = self.shape(min(over, 1.0), ctx.progress.step)
         for group, rate in self._rates:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
+
+    @on(TrainingStage.LOSS_READY)
+    def tell(self, ctx: TrainContext) -> None:
+        """The first rank's clock goes round during the backward, for the next step: a step of the run is no time to wait for it."""
+        if self.shape is not None and ctx.manager.distributed and ctx.is_last_microbatch:
+            self._told = self._ask(ctx)
 
     @on(TrainingStage.STEP_END)
     def look_at_the_clock(self, ctx: TrainContext) -> None:
@@ -111,9 +120,10 @@ class TimeBudgetHook(Hook):
 
     def _agreed(self, ctx: TrainContext) -> float:
         """The first rank's clock, on every rank: ranks that stopped at different steps would wait for each other for ever."""
-        if not ctx.manager.distributed:
-            return self.elapsed
-        return float(broadcast(torch.tensor(self.elapsed, dtype=torch.float64, device=ctx.device), ctx.manager))
+        return self._ask(ctx).result()[0] if ctx.manager.distributed else self.elapsed
+
+    def _ask(self, ctx: TrainContext) -> Agreement:
+        return Agreement([self.elapsed if ctx.manager.rank == 0 else 0.0], ctx.manager)
 
     def state_dict(self) -> dict[str, Any]:
         return {"elapsed": self.elapsed}
