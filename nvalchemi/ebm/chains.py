@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
+from nvalchemi.ebm.conditions import check_rows, rows_of
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel
 from nvalchemi.models.gradient import check_energy, plain
@@ -44,22 +45,13 @@ class Chains(ABC):
         DataError
             For a tensor that has not a row for each chain: it would be broadcast without notice.
         """
-        for name, value in conditions.items():
-            if isinstance(value, Tensor) and value.ndim and len(value) != self.size:
-                raise DataError(
-                    f"the condition {name!r} does not fit the samples",
-                    found=tuple(value.shape),
-                    needed=f"a tensor ({self.size}, ...)",
-                )
+        check_rows(conditions, self.size)
         self.conditions = conditions
         return self
 
     def conditions_of(self, index: Tensor) -> dict[str, Any]:
         """The conditions of the chains ``index`` alone."""
-        return {
-            name: value.index_select(0, index.to(value.device)) if isinstance(value, Tensor) and value.ndim else value
-            for name, value in self.conditions.items()
-        }
+        return rows_of(self.conditions, index)
 
     @abstractmethod
     def spread(self, values: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ that of all their images, wherever they are.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from nvalchemi.data import Batch
 from nvalchemi.data.neighbors import neighbor_list
 from nvalchemi.data.ragged import ragged_rows
 from nvalchemi.ebm.chains import Chains
+from nvalchemi.ebm.conditions import check_rows, rows_of
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential
 from nvalchemi.models.gradient import check_energy, plain
@@ -146,6 +148,22 @@ class AtomChains(Chains):
 
     def _rows(self, index: Tensor) -> Tensor:
         return ragged_rows(self._batch.atom_offsets, index)[0]
+
+    def told(self, conditions: Mapping[str, Any]) -> Self:
+        """See `Chains.told`; a row for each atom, (N, ...), will do as well."""
+        check_rows(conditions, self.size, len(self.start))
+        self.conditions = conditions
+        return self
+
+    def conditions_of(self, index: Tensor) -> dict[str, Any]:
+        """See `Chains.conditions_of`."""
+        atoms = {
+            name: self.take(value, index.to(value.device))
+            for name, value in self.conditions.items()
+            if isinstance(value, Tensor) and value.ndim and len(value) != self.size
+        }
+        others = {name: value for name, value in self.conditions.items() if name not in atoms}
+        return {**rows_of(others, index), **atoms}
 
     # -- structures --------------------------------------------------------------------------------------------------
 

@@ -193,6 +193,9 @@ def test_what_cannot_be_left_out_is_told():
     model, x = Labelled(), standard_normal(2, 4)
     with pytest.raises(ConfigError, match=r"no condition 'y'.*loss_fn\(x, y=...\)"):
         ConditionDropout(ScoreMatching(model), 0.1, NONE)(x)
+    for wrong in ([0, 1, 2, 0], torch.zeros(3, dtype=torch.long)):
+        with pytest.raises(DataError, match=r"'y' does not fit.*needed: a tensor \(4, ...\)"):
+            ConditionDropout(ScoreMatching(model), 0.1, NONE)(x, y=wrong)
     with pytest.raises(ConfigError, match="in a loss"):
         ConditionDropout(model, 0.1, NONE)
     for chance in (-0.1, 1.5):

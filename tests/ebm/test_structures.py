@@ -15,8 +15,8 @@ from nvalchemi.ebm.samplers import (
     UnderdampedLangevin,
 )
 from nvalchemi.ebm.structures import AtomChains, near
-from nvalchemi.errors import ConfigError, TrainingError
-from nvalchemi.models import InteratomicPotential, PaiNN
+from nvalchemi.errors import ConfigError, DataError, TrainingError
+from nvalchemi.models import EnergyModel, InteratomicPotential, PaiNN
 from tests.ebm.molecules import Springs, bumps, crystals, molecules, placed
 
 SIZES = (2, 3, 5)
@@ -190,3 +190,23 @@ def test_chains_by_index():
     x = chains.start.clone()
     chains.put_(x, index, torch.zeros(7, 3, dtype=torch.float64))
     assert (chains.total(x != 0) == torch.tensor([0, 9, 0])).all()
+
+
+@pytest.mark.parametrize("make", [lambda m: MetropolisAdjustedLangevin(m, 0.05), lambda m: NoUTurnSampler(m, 0.2)])
+def test_conditions_of_structures_and_of_atoms(make):
+    """A stiffness for each structure, and the same for each atom: the same chains, also where some leave a tree early."""
+
+    class Stiff(EnergyModel):
+        def forward(self, x, k):
+            if len(k) == len(x):
+                k = k[x.batch_idx]
+            return x.positions.new_zeros(len(x)).index_add(0, x.batch_idx, 0.5 * k * x.positions.square().sum(1))
+
+    x, k = molecules((2, 1, 4)), torch.tensor([1.0, 9.0, 4.0], dtype=torch.float64)
+    each, every = (
+        make(Stiff()).sample(x, n_steps=20, generator=torch.Generator().manual_seed(0), k=values)
+        for values in (k, k[x.batch_idx])
+    )
+    assert torch.equal(each.positions, every.positions)
+    with pytest.raises(DataError, match=r"'k' does not fit.*needed: a tensor \(3, ...\)"):
+        make(Stiff()).sample(x, n_steps=1, k=torch.ones(4))

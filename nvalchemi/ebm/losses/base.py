@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from nvalchemi.data import Batch
+from nvalchemi.ebm.conditions import check_rows
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
 from nvalchemi.objective import ModelLoss
@@ -67,6 +70,11 @@ def vectors(x: Any, loss: ModelLoss) -> Tensor:
             fix="structures are for DenoisingScoreMatching, ContrastiveDivergence, SlicedScoreMatching and ScoreMatching",
         )
     return x
+
+
+def check_conditions(conditions: Mapping[str, Any], x: Any) -> None:
+    """Refuse conditions that have not a row for each sample, or for each atom."""
+    check_rows(conditions, len(x), *([len(x.positions)] if isinstance(x, Batch) else []))
 
 
 def at_step(name: str, setting: Any, step: int | None) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nvalchemi.data import Batch
-from nvalchemi.ebm.losses.base import ScoreLoss
+from nvalchemi.ebm.losses.base import ScoreLoss, check_conditions
 from nvalchemi.ebm.samples import centred, moved, normal_like, positions, spread, total
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
@@ -74,6 +74,7 @@ class DenoisingScoreMatching(ScoreLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        check_conditions(conditions, x)
         at, graph = positions(x).detach(), torch.is_grad_enabled()
         noise, count = normal_like(at, generator), len(x)
         if isinstance(x, Batch) and isinstance(self.model, InteratomicPotential):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nvalchemi.ebm.conditions import repeated
 from nvalchemi.ebm.guidance import Null, check_null, left_out
 from nvalchemi.errors import ConfigError
 from nvalchemi.objective import ModelLoss, Terms
@@ -59,7 +60,7 @@ class ConditionDropout(ModelLoss):
                 fix=f"loss_fn(x, {self.condition}=...), or batches with it",
             )
         if self.chance and self.model.training:
-            y = conditions[self.condition]
+            (y,) = repeated({self.condition: conditions[self.condition]}, len(x), 1).values()
             device = y.device if generator is None else generator.device
             mask = (torch.rand(len(y), device=device, generator=generator) < self.chance).to(y.device)
             conditions = {**conditions, self.condition: left_out(y, mask, self.null_condition)}

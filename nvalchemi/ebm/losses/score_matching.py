@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nvalchemi.data import Batch
-from nvalchemi.ebm.losses.base import ScoreLoss
+from nvalchemi.ebm.losses.base import ScoreLoss, check_conditions
 from nvalchemi.ebm.samples import total
 from nvalchemi.ebm.scores import PROJECTIONS, differentiable_gradient, exact_divergence, random_direction, sliced_derivatives
 from nvalchemi.errors import ConfigError
@@ -54,6 +54,7 @@ class ScoreMatching(ScoreLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        check_conditions(conditions, x)
         at, energy, gradient = differentiable_gradient(model, x, **conditions)
         if self.hessian_method == "hutchinson":
             _, laplacian = sliced_derivatives(gradient, at, random_direction(x, "rademacher", generator), x)
@@ -106,6 +107,7 @@ class SlicedScoreMatching(ScoreLoss):
     def terms(
         self, model: Any, x: Any, *, generator: torch.Generator | None, step: int | None, conditions: Mapping[str, Any]
     ) -> Terms:
+        check_conditions(conditions, x)
         at, energy, gradient = differentiable_gradient(model, x, **conditions)
         terms = []
         for _ in range(self.n_projections):

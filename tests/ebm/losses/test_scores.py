@@ -282,6 +282,20 @@ def test_whole_numbers_are_told(name):
         LOSSES[name](MLPEnergy(2, 4))(torch.zeros(4, 2, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_conditions_of_other_samples_are_told(name):
+    class Labelled(EnergyModel):
+        def forward(self, x, y):
+            return 0.5 * y * x.square().sum(1)
+
+    x = standard_normal(2, 4)
+    for y in (torch.ones(1), torch.ones(3)):
+        with pytest.raises(DataError, match=r"'y' does not fit.*needed: a tensor \(4, ...\)"):
+            LOSSES[name](Labelled())(x, y=y)
+    same = LOSSES[name](Labelled())(x, y=2.0, generator=seeded())
+    torch.testing.assert_close(LOSSES[name](Labelled())(x, y=torch.full((4,), 2.0), generator=seeded()), same)
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), [], [0.1, -1.0], lambda step: 0.1, "a", [[0.1]]])
 def test_noise_that_cannot_be_is_told(bad):
     with pytest.raises(ConfigError, match=r"no such noise.*a positive number, or several"):
