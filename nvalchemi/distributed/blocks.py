@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nvalchemi.distributed.bare import call_bare, class_name, detour
+from nvalchemi.distributed.moving import AsBefore
 from nvalchemi.distributed.tensors import is_sharded_tensor
 from nvalchemi.errors import ConfigError
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from nvalchemi.distributed.gathered import Place
 
 _CALL = "_redirected_call"
+_READABLE = "_holds_parameters_outside_blocks"
+_READ_OUTSIDE = "_parameters_are_read_outside"
+MIXED = "mixed torch.Tensor and DTensor"
+"""What torch says of a shard that is used as if it were whole."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -68,15 +73,34 @@ def follow_gradients(net: nn.Module) -> bool:
         return False
     cls: Any = type(net)
     net.__class__ = _following(cls)
+    around = (module for module, _ in Walk(net, opened=True).through)
+    net.__dict__[_READABLE] = any(next(m.parameters(recurse=False), None) is not None for m in around)
     return True
 
 
-def following(net: nn.Module, inputs: Any) -> AbstractContextManager[None]:
-    """`follow_gradients` of a network, and of its parts inside: for a call around it that takes ``inputs`` and may use parts alone."""
+def following(net: nn.Module, inputs: Any, call: Callable[[], Any]) -> Any:
+    """Make a ``call`` that takes ``inputs`` and uses ``net``, its parts or its methods, with `follow_gradients` of the network.
+
+    Where parameters are read outside a call of what holds them, as in another method of the network, the call is made again with
+    these gathered for all of it; and so is every later one.
+    """
     follow_gradients(net)
-    if isinstance(net, _Follows) and _CALL not in net.__dict__ and _may_be_differentiated(inputs):
-        return gathered(net)
-    return nullcontext()
+    if not isinstance(net, _Follows) or _CALL in net.__dict__:
+        return call()
+    own = net.__dict__
+    if not own.get(_READ_OUTSIDE):
+        block_by_block = gathered(net) if _may_be_differentiated(inputs) else nullcontext()
+        before = AsBefore(net) if own[_READABLE] else None
+        try:
+            with block_by_block:
+                return call()
+        except RuntimeError as error:
+            if before is None or MIXED not in str(error):
+                raise
+        before.restore()
+        own[_READ_OUTSIDE] = True
+    with gathered(net, opened=True):
+        return call()
 
 
 def _may_be_differentiated(inputs: Any) -> bool:
@@ -121,6 +145,8 @@ class Walk:
     ----------
     net
         The network.
+    opened
+        Whether the network itself is none, though it holds no unit within: somebody uses its inside.
 
     Attributes
     ----------
@@ -132,7 +158,8 @@ class Walk:
         Modules that are run as they are and hold sharded parameters of their own.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, opened: bool = False) -> None:
+        self._opened = net if opened else None
         self.blocks: list[tuple[nn.Module, Unit]] = []
         self.through: list[tuple[nn.Module, Unit | None]] = []
         self.direct: list[tuple[nn.Module, Unit]] = []
@@ -147,7 +174,8 @@ class Walk:
         if is_unit(module):
             unit = Unit.of(module)
             self.units.append(module)
-        if unit is not None and _can_be_called(module) and not any(is_unit(m) for m in _below(module)):
+        closed = module is not self._opened
+        if closed and unit is not None and _can_be_called(module) and not any(is_unit(m) for m in _below(module)):
             if any(is_sharded_tensor(p) for p in module.parameters()):
                 self.blocks.append((module, unit))
             return
@@ -159,9 +187,9 @@ class Walk:
 
 
 @contextmanager
-def gathered(net: nn.Module) -> Iterator[None]:
-    """Inside, calls of ``net`` gather one block at a time, and what they give can be differentiated to any order."""
-    walk = _walk(net)
+def gathered(net: nn.Module, opened: bool = False) -> Iterator[None]:
+    """Inside, calls of ``net``, and with ``opened`` of its methods, gather one block at a time; what they give can be differentiated to any order."""
+    walk = _walk(net, opened)
     with ExitStack() as stack:
         for module, unit in walk.direct:
             stack.enter_context(with_parameters(module, *_whole(module, unit, recurse=False)))
@@ -216,10 +244,10 @@ def _without_hooks(walk: Walk, net: nn.Module) -> Iterator[None]:
         yield
 
 
-def _walk(net: nn.Module) -> Walk:
+def _walk(net: nn.Module, opened: bool = False) -> Walk:
     # A forward whose backward is still to come may have left weights gathered; its hooks gather them again when they are needed.
     reshard(net)
-    return Walk(net)
+    return Walk(net, opened)
 
 
 def _call_block(module: nn.Module, unit: Unit, *args: Any, **kwargs: Any) -> Any:

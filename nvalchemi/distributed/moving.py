@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 
 _Held = tuple[nn.Module, str, Tensor]
@@ -31,6 +32,32 @@ class MovingBuffers:
         moved: dict[tuple[int, str], Tensor] = {}
         self.first: AbstractContextManager[None] = _First(module, moved)
         self.again: AbstractContextManager[None] = _Again(module, moved)
+
+
+class AsBefore:
+    """Random streams and buffers before a call that may turn out to be for nothing.
+
+    Parameters
+    ----------
+    module
+        What is called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(b, b.clone()) for b in module.buffers()]
+        self._stream = torch.get_rng_state()
+        device = next((t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"), None)
+        self._device = device
+        self._other = None if device is None else torch.get_device_module(device).get_rng_state(device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        torch.set_rng_state(self._stream)
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
 
 
 class _First(AbstractContextManager[None]):

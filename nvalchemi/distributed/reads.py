@@ -9,10 +9,9 @@ from types import TracebackType
 from torch import nn
 
 from nvalchemi.distributed.bare import class_name
-from nvalchemi.distributed.blocks import is_unit
+from nvalchemi.distributed.blocks import MIXED, is_unit
 from nvalchemi.errors import ConfigError
 
-_READ = "mixed torch.Tensor and DTensor"
 _FREED = "of size 0"  # a storage that the hooks of a sharding have freed
 
 
@@ -33,7 +32,7 @@ def whole_reads(nets: Mapping[str, nn.Module]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _READ in str(error):
+        if MIXED in str(error):
             raise _reader(error, nets) from error
         if "setStorage" in str(error) and _FREED in str(error):
             raise ConfigError(

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from nvalchemi.distributed.bare import StandIn, class_name
 from nvalchemi.distributed.blocks import holds_shards, is_redirected, with_parameters
-from nvalchemi.distributed.moving import MovingBuffers
+from nvalchemi.distributed.moving import AsBefore, MovingBuffers
 from nvalchemi.errors import TrainingError
 
 
@@ -79,7 +79,7 @@ class Recomputed(StandIn):
 
     def _computed_again(self, args: Any, kwargs: Any) -> Any:
         if not self._hides:
-            tried = _AsBefore(self.module)
+            tried = AsBefore(self.module)
             try:
                 return self._operation(args, kwargs)
             except _Hidden:
@@ -192,22 +192,3 @@ class _Call:
 
 
 _HERE = object()
-
-
-class _AsBefore:
-    """Random streams and buffers before a call that may turn out to be for nothing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = [(b, b.clone()) for b in module.buffers()]
-        self._stream = torch.get_rng_state()
-        device = next((t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"), None)
-        self._device = device
-        self._other = None if device is None else torch.get_device_module(device).get_rng_state(device)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        torch.set_rng_state(self._stream)
-        if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._other, self._device)

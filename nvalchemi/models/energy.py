@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -64,8 +65,8 @@ class EnergyModel(nn.Module):
             return self(*args, **kwargs) if follow_gradients(self) else super().__call__(*args, **kwargs)
         if net is None:
             return super().__call__(*args, **kwargs)
-        with following(net, [x.positions if isinstance(x, Batch) else x for x in (*args, *kwargs.values())]):
-            return super().__call__(*args, **kwargs)
+        inputs = [x.positions if isinstance(x, Batch) else x for x in (*args, *kwargs.values())]
+        return following(net, inputs, partial(super().__call__, *args, **kwargs))
 
     def forward(self, x: Any) -> Tensor:
         """One energy a sample, (batch,), of vectors ``x`` (batch, ...) or of a `nvalchemi.data.Batch`."""

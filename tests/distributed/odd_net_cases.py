@@ -154,13 +154,36 @@ class Method(Energy):
         return self.net.encode(x).squeeze(-1)
 
 
+class Reader(nn.Module):
+    """A method reads the network's own parameters, after it has moved a buffer."""
+
+    def __init__(self, layers: bool = True) -> None:
+        super().__init__()
+        self.into = nn.Sequential(nn.Linear(DIM, WIDTH), nn.BatchNorm1d(WIDTH)) if layers else nn.Identity()
+        self.weight = nn.Parameter(torch.randn(WIDTH if layers else DIM, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def read(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.into(x)) @ self.weight * self.scale
+
+
+class Own(Method):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.read(x).squeeze(-1)
+
+
 LOSSES: dict[str, Callable[[Energy, Tensor], Tensor]] = {"energies": energies, "scores": scores}
 
 
 def agrees(manager: Any, name: str, loss: str, each: bool) -> float:
     """The largest error after three steps, of gradients, weights and buffers; then of the energies, sharded and gathered."""
     torch.manual_seed(0)
-    make = {"parts": lambda: Parts(chain()), "method": lambda: Method(Encoder())}.get(name, lambda: Energy(NETS[name]()))
+    make = {
+        "parts": lambda: Parts(chain()),
+        "method": lambda: Method(Encoder()),
+        "own": lambda: Own(Reader()),
+        "alone": lambda: Own(Reader(False)),
+    }.get(name, lambda: Energy(NETS[name]()))
     whole, model = (make().double() for _ in range(2))
     model.load_state_dict(whole.state_dict())
     shards = Shards({"model": model}, ["model"], Sharding(wrap=nn.Linear if each else None), manager, seed=0)

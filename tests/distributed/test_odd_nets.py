@@ -58,6 +58,18 @@ def test_an_energy_may_call_parts_of_its_network(ranks, each):
     assert max(ranks.call(f"{CASES}:agrees", "method", "scores", each)) < 1e-11
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["as it comes", "each layer"])
+@pytest.mark.parametrize("loss", cases.LOSSES)
+def test_a_method_of_a_network_may_read_its_own_parameters(ranks, loss, each):
+    """The first call finds that out and is made again, as if it had not been."""
+    assert max(ranks.call(f"{CASES}:agrees", "own", loss, each)) < 1e-11
+
+
+@pytest.mark.parametrize("loss", cases.LOSSES)
+def test_so_may_one_of_a_network_that_has_no_parts(ranks, loss):
+    assert max(ranks.call(f"{CASES}:agrees", "alone", loss, False)) < 1e-11
+
+
 def test_a_part_that_is_called_by_somebody_else_and_differentiated_twice(ranks):
     for found in ranks.call(f"{CASES}:alone"):
         assert "it could not be seen" in found and "model 'model'" in found and "model(...)" in found
