@@ -58,6 +58,8 @@ class ReplayBuffer:
         """Copies of all chains, in the order of their slots: a tensor (size, ...) or a batch."""
         return self._ready().read(torch.arange(self.size, device=self.device))
 
+    # Here and below: chains that were kept in inference mode could not be written outside of it.
+    @torch.inference_mode(False)
     def initialize(self, samples: Samples, conditions: Mapping[str, Tensor] | None = None) -> None:
         """Start the chains anew.
 
@@ -90,6 +92,7 @@ class ReplayBuffer:
         self.size, self._chains, self._order, self._position = self._declared, None, None, 0
         self._common, self._told = 0, {}
 
+    @torch.inference_mode(False)
     def draw(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Any]:
         """Slots, and copies of what is in them.
 
@@ -130,6 +133,7 @@ class ReplayBuffer:
         """Copies of the conditions of the chains in ``slots`` (n,), by name, (n, ...) each; none where they have none."""
         return {name: rows.read(slots.to(self.device)) for name, rows in self._told.items()}
 
+    @torch.inference_mode(False)
     def write(self, slots: Tensor, samples: Samples, conditions: Mapping[str, Tensor] | None = None) -> None:
         """Put the ends of chains back.
 
@@ -163,6 +167,7 @@ class ReplayBuffer:
         for name, value in conditions.items():
             self._told[name].write(slots, value)
 
+    @torch.inference_mode(False)
     def mix_across_ranks(
         self, group: dist.ProcessGroup | Manager | None = None, generator: torch.Generator | None = None
     ) -> None:
@@ -212,6 +217,7 @@ class ReplayBuffer:
             "position": self._position,
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` or `dealt` gave, whether or not the chains have been started here.
 

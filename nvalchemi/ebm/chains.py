@@ -17,7 +17,7 @@ from nvalchemi.data import Batch
 from nvalchemi.ebm.conditions import check_rows, rows_of
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models import EnergyModel
-from nvalchemi.models.gradient import check_energy, plain
+from nvalchemi.models.gradient import all_plain, check_energy, plain
 
 
 class Chains(ABC):
@@ -46,7 +46,7 @@ class Chains(ABC):
             For a tensor that has not a row for each chain: it would be broadcast without notice.
         """
         check_rows(conditions, self.size)
-        self.conditions = conditions
+        self.conditions = all_plain(conditions)
         return self
 
     def conditions_of(self, index: Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from nvalchemi.data import Batch
 from nvalchemi.ebm.samples import normal_like, positions, signs_like, spread, total
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import anchor, attach, differentiable, leaf, second_gradient
+from nvalchemi.models.gradient import anchor, attach, differentiable, leaf, plain, second_gradient
 
 PROJECTIONS = ("rademacher", "sphere", "gaussian")
 """Laws of random directions with mean 0 and covariance 1: signs, a sphere of radius √d, the normal distribution."""
@@ -85,6 +85,7 @@ def sliced_derivatives(field: Tensor, at: Tensor, direction: Tensor, x: Any) -> 
         The samples, which say what belongs together.
     """
     with differentiable():
+        direction = plain(direction)
         along = total(field * direction, x)
         return along, total(second_gradient(along, at) * direction, x)
 

@@ -19,7 +19,7 @@ from nvalchemi.ebm.chains import Chains
 from nvalchemi.ebm.conditions import check_rows, rows_of
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel, InteratomicPotential
-from nvalchemi.models.gradient import check_energy, plain
+from nvalchemi.models.gradient import all_plain, check_energy, plain
 
 SKIN = 1.0
 """Å by which a neighbour list reaches farther than needed: it holds until an atom has moved half of it."""
@@ -152,7 +152,7 @@ class AtomChains(Chains):
     def told(self, conditions: Mapping[str, Any]) -> Self:
         """See `Chains.told`; a row for each atom, (N, ...), will do as well."""
         check_rows(conditions, self.size, len(self.start))
-        self.conditions = conditions
+        self.conditions = all_plain(conditions)
         return self
 
     def conditions_of(self, index: Tensor) -> dict[str, Any]:

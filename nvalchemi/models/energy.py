@@ -15,7 +15,7 @@ from nvalchemi.distributed.blocks import follow_gradients, following, is_unit
 from nvalchemi.distributed.state import check_division
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
-from nvalchemi.models.gradient import check_energy, differentiable, input_gradient, leaf
+from nvalchemi.models.gradient import all_plain, check_energy, differentiable, input_gradient, leaf
 
 
 class EnergyModel(nn.Module):
@@ -121,7 +121,8 @@ class EnergyModel(nn.Module):
             at = moves if create_graph and moves.requires_grad else leaf(moves)
             with self._gradient_precision(at.device):  # the backward pass too: autocast would reach its products
                 seen = at.float() if self.force_fp32_gradient else at
-                energy = self(x.replace(positions=seen) if atoms else seen, **conditions)
+                told = all_plain(conditions) if conditions else conditions
+                energy = self(x.replace(positions=seen) if atoms else seen, **told)
                 check_energy(energy, len(x))
                 gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient

@@ -11,7 +11,7 @@ Two traps are closed here, once for scores and forces alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -144,6 +144,11 @@ def _out_of_inference() -> Iterator[None]:
 def plain(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy where it was made under ``inference_mode`` and so cannot enter a graph."""
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, tensors as `plain` gives them; call it inside `differentiable`."""
+    return {name: plain(value) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from nvalchemi.ebm.losses.times import Times, TimeWeight
 from nvalchemi.ebm.scores import energy_gradient
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.energy import EnergyModel
-from nvalchemi.models.gradient import attach, differentiable, input_gradient, leaf
+from nvalchemi.models.gradient import all_plain, attach, differentiable, input_gradient, leaf, plain
 from nvalchemi.objective import ModelLoss, Terms
 
 Decay = Callable[[Tensor], Tensor]
@@ -172,7 +172,7 @@ class EquilibriumMatching(ModelLoss):
             return output_of(output, point.x), output[1] if isinstance(output, tuple) else None
         with differentiable():
             at = leaf(point.x)
-            output = model(at, t, **point.conditions)
+            output = model(at, plain(t), **all_plain(point.conditions))
             field, activations = output if isinstance(output, tuple) else (output, None)
             energy = energy_terms(field, at, self.energy_type).sum()
             return attach(input_gradient(energy, at, create_graph=True, anchored=False), energy), activations

@@ -171,3 +171,16 @@ def test_what_cannot_be_is_told():
     for wrong in (Y[:4], 1):
         with pytest.raises(DataError, match="'y' does not fit"):
             EnergyDiscrepancy(model)(x, y=wrong)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_that_were_made_in_inference_mode(name):
+    """An energy keeps them for its gradient, which tensors of that mode refuse."""
+    model, x = Labelled(), standard_normal(2, 6)
+    expected = LOSSES[name](model)(x, y=Y, generator=seeded())
+    with torch.inference_mode():
+        found = LOSSES[name](model)(x.clone(), y=Y.clone(), generator=seeded())
+        drawn = LangevinDynamics(model, H).sample(x.clone(), n_steps=2, y=Y.clone())
+    first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
+    torch.testing.assert_close(first(found), first(expected))
+    assert not drawn.is_inference()

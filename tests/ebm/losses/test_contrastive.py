@@ -263,6 +263,17 @@ def test_nothing_is_left_behind(name):
     assert [p.grad is not None for p in model.parameters()] == flags
 
 
+def test_chains_that_began_in_inference_mode_go_on_outside():
+    """Such as where a user looks at the loss before training."""
+    model, x = mlp(), torch.randn(8, 2, generator=seeded())
+    loss_fn = divergence(model, persistent=True, buffer_size=16)
+    with torch.inference_mode():
+        loss_fn(x.clone(), generator=seeded())
+    loss, _ = loss_fn(x, generator=seeded())
+    loss.backward()
+    assert not loss_fn.replay_buffer.draw(4, seeded())[1].is_inference()
+
+
 @pytest.mark.parametrize("name", ["cd", "nce", "discrepancy"])
 def test_a_loss_that_is_not_finite_stays_so(name):
     model, x = mlp(), torch.zeros(4, 2)
