@@ -23,7 +23,7 @@ from nvalchemi.training.context import TrainContext
 from nvalchemi.training.finite import check_copies, check_weights
 from nvalchemi.training.hook import Scope
 from nvalchemi.training.names import plain_name
-from nvalchemi.training.optimizer_state import load_named_state, named_state
+from nvalchemi.training.optimizer_state import load_named_state, named_state, settings_that_stay
 from nvalchemi.training.plans import Plans
 from nvalchemi.training.reading import find, read_own, read_shared, world_size
 from nvalchemi.training.saving import files_of, write
@@ -203,6 +203,8 @@ def restore(ctx: TrainContext, saved: layout.SavedCheckpoint, fresh: Sequence[st
     for name, state in shared["models"].items():
         _apply(f"model '{name}'", saved.path, lambda n=name, s=state: load_model_state(ctx.models[n], s))
     for name, state in shared["optimizers"].items():
+        if ctx.manager.rank == 0 and (stay := settings_that_stay(ctx.optimizers[name], state)):
+            logger.warning("optimizer '%s' goes on with its settings in %s: %s", name, saved.path, ", ".join(stay))
         load_optimizer = partial(load_named_state, ctx.optimizers[name], ctx.model_of(name), state)
         _apply(f"optimizer '{name}'", saved.path, load_optimizer)
     for name in shared["schedulers"].keys() & ctx.schedulers.keys():

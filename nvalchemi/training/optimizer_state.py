@@ -24,6 +24,37 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     return {**whole, "state": state, "param_groups": groups}
 
 
+def settings_that_stay(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+    """Settings that are declared otherwise than they were saved, where what was saved goes on; not the rate, which training itself changes.
+
+    Parameters
+    ----------
+    optimizer
+        As it is declared, before a state is loaded.
+    saved
+        What :func:`named_state` gave.
+    """
+    said = []
+    for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        cycled = {"betas", "momentum"} if "max_momentum" in kept else set()  # a schedule's business
+        for name in sorted((group.keys() & kept.keys()) - _NO_SETTINGS - cycled):
+            now, then = _plain(group[name]), _plain(kept[name])
+            if now != then and now is not None and then is not None:
+                said.append(f"{name} {then} (declared: {now})")
+    return list(dict.fromkeys(said))
+
+
+# rates, and what chooses between equal computations
+_NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr", "foreach", "fused", "capturable", "differentiable"}
+
+
+def _plain(value: Any) -> Any:
+    """A number, or several of them; ``None`` for all else."""
+    if isinstance(value, list | tuple):
+        return tuple(value) if all(isinstance(item, bool | int | float) for item in value) else None
+    return value if isinstance(value, bool | int | float) else None
+
+
 def load_named_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Take back what :func:`named_state` gave, each tensor sharded as its parameter is now.
 

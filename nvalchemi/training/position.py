@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nvalchemi.data.address import Where
+from nvalchemi.data.datapipes.ahead import goes_on_in_workers
 from nvalchemi.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def take_up(ctx: TrainContext, then: Mapping[str, Any], ranks: int, path: Where)
     CheckpointError
         Where samples would be left out or seen twice, naming both sizes.
     """
+    if ctx.progress.epoch > 0 and ctx.manager.rank == 0 and goes_on_in_workers(ctx.cursor.loader):
+        logger.info(
+            "workers that outlive an epoch are seeded once: random numbers that the data set draws in them are not those of the unbroken run "
+            "(persistent_workers=False, or numbers drawn from seed, epoch and index, would be)"
+        )
     progress, cursor, now = ctx.progress, ctx.cursor, ctx.cursor.described()
     order, division = then.get("order"), then.get("division")
     same_ranks = ranks == ctx.manager.world_size

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nvalchemi.data.datapipes.rest import in_one_order
-from nvalchemi.distributed import single_process, started_together
+from nvalchemi.distributed import gather, single_process, started_together
 from nvalchemi.distributed.blocks import is_sharded
 from nvalchemi.distributed.meta import is_on_meta, materialise
 from nvalchemi.errors import ConfigError
@@ -232,8 +232,27 @@ def check_run(ctx: TrainContext, strategy: TrainingStrategy) -> None:
             fix="give validation_config",
         )
     check_chains(ctx)
+    check_alike(ctx)
     if strategy.resume_from == "latest" and ctx.hooks.checkpoint_dir is None:
         raise ConfigError('resume_from="latest" and no checkpoint hook', fix="add CheckpointHook(DIR, every=...) to hooks")
+
+
+def check_alike(ctx: TrainContext) -> None:
+    """Ranks that were declared unlike ends or orders would wait for each other in vain, or train on the same samples."""
+    if ctx.manager.world_size == 1:
+        return
+    declared = {"num_epochs": ctx.num_epochs, "num_steps": ctx.num_steps, "accumulate": ctx.accumulate}
+    ranks = gather({**declared, **ctx.cursor.described()["order"]}, ctx.manager)
+    names = dict.fromkeys(name for facts in ranks for name in facts)
+    unlike = [name for name in names if any(facts.get(name) != ranks[0].get(name) for facts in ranks)]
+    if unlike:
+        of_rank = (", ".join(f"{name} {facts.get(name)}" for name in unlike) for facts in ranks)
+        raise ConfigError(
+            "the ranks were declared unlike runs",
+            found="; ".join(f"rank {rank}: {said}" for rank, said in enumerate(of_rank)),
+            needed="the same strategy, the same data and the same order on all ranks, among which the hook divides it",
+            fix="declare nothing by the rank, and no seed by the clock; data that lie divided already take PreShardedSampler",
+        )
 
 
 def check_chains(ctx: TrainContext) -> None:

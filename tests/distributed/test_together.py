@@ -23,6 +23,19 @@ def test_ranks_that_the_strategy_does_not_know_of_are_no_runs_of_their_own(ranks
         assert "DDPHook divides the work" in said and "2 processes, and no distributed_manager" in said
 
 
+@pytest.mark.parametrize("what", ["num_steps", "num_epochs", "accumulate", "samples", "seed"])
+def test_ranks_with_unlike_declarations_are_told(ranks, what):
+    """They waited for each other in vain, or trained on the same samples."""
+    for said in ranks.call(f"{CASES}:unlike", what):
+        word = "order shuffled by seed" if what == "seed" else what
+        assert said.startswith("ConfigError: the ranks were declared unlike runs") and f"rank 1: {word}" in said
+
+
+def test_what_went_round_is_held_beyond_the_end_of_its_collective(ranks):
+    """A thread of gloo that lets go of it last needs the interpreter, and a worker that is forked then waits for ever."""
+    assert ranks.call(f"{CASES}:held") == [True, True]
+
+
 def test_a_loader_that_ends_early_ends_the_epoch_on_all_ranks(ranks):
     """B25."""
     (first, after), (second, _) = ranks.call(f"{CASES}:exhausted")

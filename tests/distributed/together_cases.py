@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nvalchemi.data import datapipes as ours
+from nvalchemi.data.datapipes import InMemoryDataset
 from nvalchemi.distributed import failures
+from nvalchemi.distributed.collectives import Reduction
 from nvalchemi.errors import ConfigError
 from nvalchemi.training import Hook, OptimizerConfig, TrainingSpan, TrainingStage, TrainingStrategy, ValidationConfig, around, on
 from nvalchemi.training.hooks import (
@@ -77,7 +81,7 @@ def run(manager, data, *hooks, model=None, **settings):
     )
     error, ctx = None, None
     try:
-        ctx = strategy.run(data if isinstance(data, DataLoader) else own(data, manager))
+        ctx = strategy.run(data if isinstance(data, DataLoader | ours.DataLoader) else own(data, manager))
     except Exception as raised:  # noqa: BLE001 - compared by the test
         error = f"{type(raised).__name__}: {raised}"
     return {
@@ -108,6 +112,22 @@ def unknown(manager):
     except ConfigError as error:
         return str(error)
     return None
+
+
+def unlike(manager, what):
+    """One rank declares something else."""
+    data = InMemoryDataset(torch.zeros(20 + (what == "samples") * manager.rank, 3, dtype=torch.float64))
+    loader = ours.DataLoader(data, batch_size=3, shuffle=True, seed=manager.rank if what == "seed" else 0)
+    settings = {what: 1 + manager.rank} if what in ("num_steps", "num_epochs", "accumulate") else {}
+    return run(manager, loader, **settings)["error"]
+
+
+def held(manager):
+    """Whether what went round is still there when nobody here wants it any more."""
+    work = Reduction(torch.ones(3), manager)
+    tensor = weakref.ref(work.result())
+    del work
+    return tensor() is not None
 
 
 def exhausted(manager):

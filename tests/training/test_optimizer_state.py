@@ -6,7 +6,7 @@ from torch import nn
 
 from nvalchemi.errors import CheckpointError
 from nvalchemi.testing import state_differences
-from nvalchemi.training.optimizer_state import load_named_state, named_state
+from nvalchemi.training.optimizer_state import load_named_state, named_state, settings_that_stay
 
 KINDS = {
     "AdamW": lambda p: torch.optim.AdamW(p, amsgrad=True),
@@ -89,3 +89,29 @@ def test_a_parameter_of_nobody_goes_by_its_place():
     fresh = torch.optim.Adam([*net.parameters(), extra])
     load_named_state(fresh, net, saved)
     assert torch.equal(fresh.state[extra]["exp_avg"], optimizer.state[extra]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"lr": 0.5}, []),  # training moves it
+        ({"weight_decay": 0.1}, ["weight_decay 0.01 (declared: 0.1)"]),
+        (
+            {"betas": (0.8, 0.99), "amsgrad": True},
+            ["amsgrad False (declared: True)", "betas (0.9, 0.999) (declared: (0.8, 0.99))"],
+        ),
+        ({"fused": True}, []),
+    ],
+)
+def test_settings_that_are_declared_anew_and_do_not_count_are_told(declared, said):
+    net = model()
+    saved = named_state(torch.optim.AdamW(net.parameters()), net)
+    assert settings_that_stay(torch.optim.AdamW(net.parameters(), **declared), saved) == said
+
+
+def test_momentum_that_a_schedule_cycles_is_no_setting():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    saved = named_state(optimizer, net)
+    assert settings_that_stay(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5), saved) == []

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, default_convert
 
+from nvalchemi.data.datapipes.dataset import BaseDataset
+
 
 def draws_nothing(loader: Any) -> bool:
     """Whether making a batch draws on no random stream of this process, as far as can be told: a list, or a loader of torch over stored data.
@@ -21,6 +23,14 @@ def draws_nothing(loader: Any) -> bool:
     if not all(map(_known, (loader.sampler, loader.batch_sampler))):
         return False
     return loader.num_workers > 0 or (_stored(loader.dataset) and loader.collate_fn in (default_collate, default_convert))
+
+
+def goes_on_in_workers(loader: Any) -> bool:
+    """Whether random numbers may be drawn in worker processes that outlive the epoch: torch seeds those once, so no later epoch repeats them."""
+    if not (isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers):
+        return False
+    dataset: Any = loader.dataset
+    return not (getattr(dataset, "draws_nothing", False) or _stored(dataset) or isinstance(dataset, BaseDataset))
 
 
 def _known(sampler: Any) -> bool:

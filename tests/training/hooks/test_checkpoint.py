@@ -143,6 +143,36 @@ def test_b60_k05_k06_a_resume_goes_on_in_the_same_order(tmp_path, kind, size, st
     assert first + consumed(tmp_path / "broken", kind, size, 3) == whole
 
 
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)) + torch.randn(3), torch.zeros(1)
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+def test_what_workers_draw_is_taken_up_where_it_can_be_and_told_where_not(tmp_path, caplog, outlive):
+    def drawn(folder, epochs):
+        seen = []
+
+        @on(TrainingStage.STEP_END)
+        def note(ctx):
+            seen.append(ctx.batch[0].clone())
+
+        loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=outlive)
+        strategy(network(), [CheckpointHook(folder), note], num_epochs=epochs, resume_from="latest").run(loader)
+        return seen
+
+    whole = drawn(tmp_path / "whole", 2)
+    with caplog.at_level("INFO", "nvalchemi"):
+        drawn(tmp_path / "broken", 1)
+        assert "workers that outlive an epoch" not in caplog.text
+        rest = drawn(tmp_path / "broken", 2)
+    assert ("workers that outlive an epoch" in caplog.text) == outlive
+    assert all(map(torch.equal, rest, whole[2:])) != outlive
+
+
 def rates(folder, steps, horizon=10, stop_at=None, schedule=CosineAnnealingLR, name="T_max"):
     seen = []
 
@@ -359,6 +389,21 @@ def test_another_kind_of_optimizer_is_refused(tmp_path):
     sgd = OptimizerConfig(torch.optim.SGD, {"lr": 0.1})
     with pytest.raises(CheckpointError, match=r"another kind of optimizer for 'model'; found: AdamW; needed: SGD"):
         strategy(network(), [CheckpointHook(tmp_path)], optimizer_configs=sgd, num_steps=6, resume_from="latest").run(batches())
+
+
+def test_settings_of_the_optimizer_that_stay_are_told(tmp_path, caplog):
+    def run(steps, **settings):
+        config = OptimizerConfig(torch.optim.AdamW, {"lr": 0.01, **settings})
+        return strategy(
+            network(), [CheckpointHook(tmp_path)], optimizer_configs=config, num_steps=steps, resume_from="latest"
+        ).run(batches())
+
+    run(2)
+    run(4)
+    assert "goes on with its settings" not in caplog.text
+    ctx = run(6, weight_decay=0.5)
+    assert "optimizer 'model' goes on with its settings in" in caplog.text and "weight_decay 0.01 (declared: 0.5)" in caplog.text
+    assert ctx.optimizers["model"].param_groups[0]["weight_decay"] == 0.01
 
 
 def test_a_scheduler_may_be_left_out_of_a_resume(tmp_path, caplog):
