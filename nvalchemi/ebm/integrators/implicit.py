@@ -25,7 +25,8 @@ class BackwardEulerMaruyamaIntegrator(FixedStepIntegrator):
 
     The equation is solved for each row of x by fixed-point iterations with Anderson's acceleration (J. ACM 12, 547 (1965)), which for a
     linear f finds it as GMRES would (Walker and Ni, SIAM J. Numer. Anal. 49, 1715 (2011)), also where plain iterations diverge, h |f'| > 1. A
-    step costs as many calls of f as iterations.
+    step costs as many calls of f as iterations. Where f bends much over a step the iterations may end without a solution, which is an
+    error: there the step must be shorter.
 
     Parameters
     ----------
