@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from nvalchemi.data.datapipes.samplers import (
     SequentialSampler,
 )
 from nvalchemi.errors import ConfigError
+
+logger = logging.getLogger("nvalchemi")
 
 #: Samplers that loaders make by themselves, and what they say about the order. A loader with any other was given one on purpose.
 _PLAIN: dict[type, bool] = {
@@ -145,7 +148,7 @@ def _aware_sampler(loader: Any) -> Any:
 
 def _as_it_is(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
     if num_replicas == sampler.num_replicas:
-        return loader
+        return _told(loader, sampler, rank, num_replicas)
     if isinstance(sampler, MultiDatasetBatchSampler | AtomBudgetBatchSampler) and sampler.undivided:
         return rebuilt(loader, sampler.divided(num_replicas, rank))
     if isinstance(sampler, MultiDatasetSampler | BlockShuffleSampler) and sampler.undivided:
@@ -158,6 +161,16 @@ def _as_it_is(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
             needed=f"num_replicas={num_replicas}",
             fix="make it with num_replicas=manager.world_size and rank=manager.rank, or give the loader shuffle=True and no sampler",
         )
+    return _told(loader, sampler, rank, num_replicas)
+
+
+def _told(loader: Any, sampler: Any, rank: int, num_replicas: int) -> Any:
+    """The loader; the log tells where its sampler is that of another rank, which may be meant, as on meshes of ranks that share batches."""
+    if (sampler.rank, sampler.num_replicas) != (rank, num_replicas):
+        logger.warning(
+            "the loader's %s is that of rank %s of %s, and this is rank %d of %d: some samples may be trained on by several ranks, or by none",
+            type(sampler).__name__, sampler.rank, sampler.num_replicas, rank, num_replicas,
+        )  # fmt: skip
     return loader
 
 

@@ -47,6 +47,14 @@ def test_a_loader_that_knows_its_rank_stays(sampler: Any) -> None:
     assert shard_loader(theirs, 1, 2) is theirs
 
 
+@pytest.mark.parametrize(("replicas", "mine", "told"), [(2, 1, False), (2, 0, True), (4, 1, True)])
+def test_a_sampler_of_another_rank_stays_and_is_told(caplog: Any, replicas: int, mine: int, told: bool) -> None:
+    """Every rank with the sampler of rank 0 trains on the same samples."""
+    loader = DataLoader(values(), batch_size=4, sampler=DistributedSampler(40, replicas, mine))
+    assert shard_loader(loader, 1, 2) is loader
+    assert (f"DistributedSampler is that of rank {mine} of {replicas}, and this is rank 1 of 2" in caplog.text) == told
+
+
 class Blocks:
     """A batch sampler with names of its own."""
 
