@@ -162,8 +162,8 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
 
 
-def list_checkpoints(directory: Directory) -> list[SavedCheckpoint]:
-    """The readable checkpoints in ``directory``, in the order in which they were saved; others are named in the log."""
+def list_checkpoints(directory: Directory, *, quiet: bool = False) -> list[SavedCheckpoint]:
+    """The readable checkpoints in ``directory``, in the order in which they were saved; others are named in the log, if not ``quiet``."""
     store, found = storage(directory), []
     for folder in store.folders():
         try:
@@ -171,7 +171,7 @@ def list_checkpoints(directory: Directory) -> list[SavedCheckpoint]:
         except Unreachable:  # it may be the latest: a run must not start afresh over it
             raise
         except CheckpointError as error:
-            logger.warning("ignored: %s", error)
+            logger.log(logging.DEBUG if quiet else logging.WARNING, "ignored: %s", error)
     return sorted(found, key=lambda c: c.serial)
 
 
@@ -204,7 +204,7 @@ def prune(
     """
     if keep_last is None:
         return
-    saved = list_checkpoints(directory)
+    saved = list_checkpoints(directory, quiet=True)  # the save before has named the others
     kept = {c.path for c in saved[-max(keep_last, 1) :]}
     newest = next((c for c in reversed(saved) if c.store.seems_whole(c.manifest["files"])), None)
     if newest is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvalchemi.data.address import Where
+from nvalchemi.data.address import Where, file_size
 from nvalchemi.distributed import Manager
 from nvalchemi.errors import CheckpointError
 from nvalchemi.training import layout, shards
@@ -67,7 +67,7 @@ def at_path(place: str | PathLike[str]) -> layout.SavedCheckpoint:
             )
         raise CheckpointError(
             f"there is no whole checkpoint in {store.place}",
-            found=", ".join(store.names()) or "an empty folder",
+            found=", ".join(store.names()) or ("a file" if file_size(store.place) is not None else "an empty folder"),
             fix='give the folder of a CheckpointHook, or resume_from="latest" to start afresh where there is nothing yet',
         )
     return saved

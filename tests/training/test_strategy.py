@@ -407,6 +407,9 @@ def test_cross_checks_come_before_the_first_step(tmp_path):
         strategy(model, resume_from=tmp_path / "nowhere").run(batches(1))
     with pytest.raises(CheckpointError, match=r"no whole checkpoint.*an empty folder"):
         strategy(model, resume_from=tmp_path).run(batches(1))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*found: a file; do this: give the folder"):
+        strategy(model, resume_from=tmp_path / "file").run(batches(1))
 
     class Loader(list):
         field_names = ("positions", "REF_energy")

@@ -135,7 +135,7 @@ class CheckpointHook(PeriodicHook):
     def _check_alone(self) -> None:
         """Of two runs in one folder, each would delete the other's checkpoints, and a resume would take up whichever saved last."""
         assert self.checkpoint_dir is not None
-        saved = layout.list_checkpoints(self.checkpoint_dir)
+        saved = layout.list_checkpoints(self.checkpoint_dir, quiet=True)
         others = [c.path.name for c in saved if c.manifest.get("sitting") not in self._sittings]
         if others:
             raise CheckpointError(

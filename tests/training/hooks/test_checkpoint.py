@@ -312,6 +312,17 @@ def test_two_runs_in_one_folder_are_told(tmp_path, behind, resumes):
     assert "step-00000003" in names(tmp_path) and names(tmp_path) != first
 
 
+def test_what_is_no_checkpoint_is_named_once_a_save(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+
+    @on(TrainingStage.STEP_START)
+    def put(ctx):
+        (tmp_path / "run" / "step-by-step").mkdir(exist_ok=True)
+
+    strategy(network(), [put, CheckpointHook(tmp_path / "run", Every(steps=1))], num_steps=3).run(batches())
+    assert caplog.text.count("ignored: ") == 3
+
+
 def test_old_checkpoints_that_cannot_be_deleted_are_told(tmp_path, monkeypatch):
     def refuse(store, folder):
         raise OSError(errno.EACCES, "Permission denied")
