@@ -326,7 +326,7 @@ def _sharded_parameters(module: nn.Module, unit: Unit, recurse: bool) -> tuple[l
                     parameter.stride(),
                     _compute_device(mesh),
                     unit.param_dtype if parameter.is_floating_point() else None,
-                    unit.reduce_dtype,
+                    None if parameter.is_complex() else unit.reduce_dtype,
                 )
             )
             names.append(name)

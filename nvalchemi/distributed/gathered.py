@@ -263,7 +263,7 @@ class GatheredCall(Function):
         outputs = tuple(block(gather(places, shards), inputs))
         # an output that is an input as it came would be taken for one that was changed in place
         outputs = tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in outputs)
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*(y for y in outputs if not (y.is_floating_point() or y.is_complex())))
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in outputs]
         return outputs
 

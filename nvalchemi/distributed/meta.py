@@ -104,7 +104,7 @@ def _reset(module: Any) -> None:
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
     # NaN, so that what an initialisation forgets is seen in the first loss
-    fill = float("nan") if tensor.is_floating_point() else 0
+    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     whole = torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)
     return nn.Parameter(whole, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 

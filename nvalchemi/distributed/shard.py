@@ -133,7 +133,7 @@ class Shards:
         self.nets = [Target(models, name).original for name in names]
         new = [(name, net, units(net, sharding.wrap)) for name, net in zip(names, self.nets, strict=True) if not is_sharded(net)]
         for name, net, _ in new:
-            _check(name, net)
+            _check(name, net, sharding)
         self._manager = manager
         options = sharding.options(manager)
         for _, net, parts in new:
@@ -233,7 +233,7 @@ def _take_up(net: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _check(name: str, net: nn.Module) -> None:
+def _check(name: str, net: nn.Module, sharding: Sharding) -> None:
     scalars = [key for key, p in net.named_parameters() if p.dim() == 0]
     if scalars:
         raise ConfigError(
@@ -241,4 +241,12 @@ def _check(name: str, net: nn.Module) -> None:
             found=", ".join(f"{key} of shape ()" for key in scalars),
             needed="at least one dimension",
             fix="make them of shape (1,)",
+        )
+    short = sharding.param_dtype or sharding.reduce_dtype
+    complex_ones = [f"{key} of {p.dtype}" for key, p in net.named_parameters() if p.is_complex()]
+    if short and complex_ones:
+        raise ConfigError(
+            f"model '{name}' has complex parameters, of which torch would drop the imaginary part",
+            found=f"{', '.join(complex_ones)}, and {short} to compute or to sum gradients in",
+            fix="leave param_dtype and reduce_dtype out, or hold real and imaginary parts as real parameters (torch.view_as_real)",
         )

@@ -37,7 +37,8 @@ def units(net: nn.Module, wrap: Wrap = None) -> list[nn.Module]:
         freed with its own part.
     """
     if wrap is None:
-        found = [module for module in _divided(net) if not _shares(module, net)]
+        chosen = {id(module) for module in _divided(net) if not _shares(module, net)}
+        found = [module for module in _inner_first(net) if id(module) in chosen]  # a module in several places is one part
     elif isinstance(wrap, bool):
         raise ConfigError("wrap is wrong", found=repr(wrap), needed="a class, a number of parameters or a function")
     elif isinstance(wrap, int):

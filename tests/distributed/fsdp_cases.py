@@ -314,10 +314,10 @@ def by_other_means(manager: Any) -> dict[str, Any]:
     }
 
 
-def wrong(manager: Any, options: dict[str, Any], scalar: bool = False) -> str:
+def wrong(manager: Any, options: dict[str, Any], extra: Tensor | None = None) -> str:
     model = tower()
-    if scalar:
-        model.net.temperature = nn.Parameter(torch.tensor(1.0).double())
+    if extra is not None:
+        model.net.temperature = nn.Parameter(extra)
     names = [type(p).__name__ for p in model.parameters()]
     try:
         run(manager, model=model, sharding=options)

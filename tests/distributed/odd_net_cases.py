@@ -107,8 +107,42 @@ class NoInputs(nn.Linear):
         nn.init.ones_(self.bias)
 
 
+class Wave(nn.Linear):
+    """Gives complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.complex(torch.cos(y), torch.sin(y))
+
+
+class Waves(nn.Module):
+    """Complex parameters, and complex numbers between the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = Wave(DIM, WIDTH), nn.Linear(WIDTH, 1)
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.into(x) @ self.mix).abs())
+
+
+class Numbers(nn.Module):
+    """A parameter of whole numbers, and one layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        self.into, self.out = nn.Linear(DIM, WIDTH), nn.Linear(WIDTH, 1)
+        self.first, self.second = nn.Sequential(layer, nn.Tanh()), nn.Sequential(layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(torch.tanh(self.into(x)))[:, self.order]))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
-    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive, Vacant)
+    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive, Vacant, Waves, Numbers)
 }
 
 
@@ -196,7 +230,7 @@ def agrees(manager: Any, name: str, loss: str, each: bool) -> float:
         errors += [_error(p, q, "grad") for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
         with torch.no_grad():
             for m in (whole, model):
-                for p in (p for p in m.parameters() if p.numel()):
+                for p in (p for p in m.parameters() if p.numel() and p.requires_grad):
                     p -= 0.05 * p.grad
     shards.reshard()
     errors += [_error(p, q) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]

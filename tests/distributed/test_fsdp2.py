@@ -161,16 +161,21 @@ def test_norms_and_checks_of_shards(ranks):
 
 
 @pytest.mark.parametrize(
-    ("options", "scalar", "said"),
+    ("options", "extra", "said"),
     [
-        ({"shard": 3}, False, "the ranks cannot be divided into replicas; found: shard=3 and 2 ranks"),
-        ({"wrap": [torch.nn.Conv2d]}, False, "wrap finds no part of the network to shard by itself"),
-        ({"wrap": torch.nn.ModuleList}, False, "wrap chooses 'blocks', which is never called"),
-        ({}, True, "model 'model' has parameters that cannot be divided; found: temperature of shape ()"),
+        ({"shard": 3}, None, "the ranks cannot be divided into replicas; found: shard=3 and 2 ranks"),
+        ({"wrap": [torch.nn.Conv2d]}, None, "wrap finds no part of the network to shard by itself"),
+        ({"wrap": torch.nn.ModuleList}, None, "wrap chooses 'blocks', which is never called"),
+        ({}, torch.ones(()).double(), "model 'model' has parameters that cannot be divided; found: temperature of shape ()"),
+        (
+            {"reduce_dtype": torch.float32},
+            torch.ones(4, dtype=torch.complex64),
+            "imaginary part; found: temperature of torch.complex64, and torch.float32 to compute or to sum gradients in",
+        ),
     ],
 )
-def test_what_cannot_be_sharded_is_told_and_nothing_is_changed(ranks, options, scalar, said):
-    for found in ranks.call(f"{CASES}:wrong", options, scalar):
+def test_what_cannot_be_sharded_is_told_and_nothing_is_changed(ranks, options, extra, said):
+    for found in ranks.call(f"{CASES}:wrong", options, extra):
         assert found.startswith("ConfigError: ") and said in found
 
 

@@ -17,6 +17,8 @@ CASES = "tests.distributed.odd_net_cases"
 @pytest.mark.parametrize("name", cases.NETS)
 def test_same_gradients_and_buffers(ranks, name, loss, each):
     """Hooks of a user's own run; buffers that a forward moves move once, and what is computed again sees them as they were."""
+    if name in ("Waves", "Numbers") and OLD:
+        pytest.skip("this torch sends no complex numbers through gloo, and shards no whole ones")
     assert max(ranks.call(f"{CASES}:agrees", name, loss, each)) < 1e-11
 
 

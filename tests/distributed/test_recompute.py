@@ -14,6 +14,7 @@ from nvalchemi.distributed.recompute import is_recomputed, keep, recompute
 from nvalchemi.errors import TrainingError
 from nvalchemi.models import InteratomicPotential, PaiNN
 from tests.distributed.gathered_cases import LOSSES, WIDTH, Energy, structures
+from tests.distributed.odd_net_cases import DIM, Waves
 from tests.memory import MostAlive
 
 
@@ -55,6 +56,18 @@ def test_gradients_of_any_order(loss):
     function = LOSSES.get(loss, first_order)
     wanted, got = after_backward(model, model.net.blocks, lambda m: function(m, x))
     assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("loss", ["score", "first_order"])
+def test_complex_numbers_between_modules_have_their_gradient(loss):
+    torch.manual_seed(0)
+    model = Energy().double()
+    model.net = Waves().double()
+    x = torch.randn(5, DIM, dtype=torch.float64)
+    function = LOSSES.get(loss, first_order)
+    wanted, got = after_backward(model, [model.net.into], lambda m: function(m, x))
+    assert_equal(got, wanted)
+    assert all(bool(p.grad.any()) for p in model.net.into.parameters())
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -23,7 +23,7 @@ class EMAHook(Hook):
     """Keep an exponential moving average of the weights, ``average = decay * average + (1 - decay) * weights``.
 
     It moves once per optimizer step taken: not per micro-batch, and not on a skipped step. Parameters are averaged (those of bf16
-    and fp16 in float32, where small changes would be lost otherwise); buffers (running means, counters, reference energies) are
+    and fp16 in float32, where small changes would be lost otherwise); whole numbers and buffers (running means, counters, reference energies) are
     always the model's own present ones. Validation runs with the averaged weights; the training weights come back after it,
     also after an error, bit for bit.
 
@@ -133,7 +133,7 @@ class EMAHook(Hook):
         if self._low:
             weights = [w.to(_wide(w.dtype)) for w in weights]
         for decay, average in self._averages.items():
-            torch._foreach_lerp_(average.shadow, weights, 1.0 - self._effective(decay))
+            _move(average.shadow, weights, 1.0 - self._effective(decay))
 
     @around(TrainingSpan.VALIDATION)
     def swap(self, ctx: TrainContext) -> Iterator[None]:
@@ -320,9 +320,21 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
                 fix="shard the average as the model is, in the same parts; and call it outside unsharded(...)",
             )
     if averages:  # parts of a rank are averaged there: no collective
-        torch._foreach_lerp_([local(a) for a in averages.values()], [local(weights[key]) for key in averages], 1.0 - decay)
+        _move([local(a) for a in averages.values()], [local(weights[key]) for key in averages], 1.0 - decay)
     for key, buffer in kept.items():
         buffer.copy_(buffers[key])
+
+
+def _move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
+    """Move averages towards weights; whole numbers are copied."""
+    if all(a.is_floating_point() or a.is_complex() for a in averages):
+        torch._foreach_lerp_(averages, weights, share)
+        return
+    for average, weight in zip(averages, weights, strict=True):
+        if average.is_floating_point() or average.is_complex():
+            average.lerp_(weight, share)
+        else:
+            average.copy_(weight)
 
 
 def _named(model: nn.Module, tensors: Any) -> dict[str, Tensor]:

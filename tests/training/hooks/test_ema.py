@@ -44,6 +44,27 @@ def test_weights_that_an_engine_has_taken_away_are_told():
         strategy(network(), [Empties(), EMAHook(0.9)]).run(batches())
 
 
+def test_whole_numbers_are_copied_and_complex_ones_averaged():
+    model = network()
+    model.register_parameter("order", torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    model.register_parameter("phase", torch.nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False))
+
+    @on(TrainingStage.OPTIMIZER_STEPPED)
+    def change(ctx):
+        ctx.model.order.data += 1
+        ctx.model.phase.data += 1j
+
+    change.order = Order.COMPUTE
+    hook = EMAHook(0.5)
+    strategy(model, [change, hook], num_steps=2).run(batches())
+    assert hook.weights()["order"].tolist() == [2, 3, 4]
+    assert torch.equal(hook.weights()["phase"], torch.full((2,), 1 + 1.25j))
+    average = copy.deepcopy(model)
+    model.order.data += 5
+    update_ema(average, model, 0.5)
+    assert average.order.tolist() == [7, 8, 9]
+
+
 def test_b56_once_an_optimizer_step_not_a_micro_batch():
     hook = EMAHook(0.5)
     ctx = strategy(weight_row(0.0), [hook], optimizer_configs=SGD, loss_fn=linear, accumulate=4, num_epochs=1).run(
