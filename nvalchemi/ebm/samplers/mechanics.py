@@ -18,7 +18,7 @@ from nvalchemi.ebm.settings import Value, add_, spread
 from nvalchemi.errors import ConfigError
 from nvalchemi.models import EnergyModel
 
-Mass: TypeAlias = float | Tensor | str
+Mass: TypeAlias = float | Tensor | str | None
 
 
 class Mechanics:
@@ -29,7 +29,7 @@ class Mechanics:
     model, chains
         The energy and what moves in it.
     mass
-        A number, one number a coordinate (the shape of one chain), or a positive definite matrix (D, D) of the D coordinates of a chain.
+        A number, 1 where there is none; one number a coordinate (the shape of one chain), or a positive definite matrix (D, D) of the D coordinates of a chain.
         Of the atoms of a batch: a number, one number an atom (N,), or ``"atomic"``, the masses of the elements in u.
     """
 
@@ -37,6 +37,7 @@ class Mechanics:
         self.model, self.chains = model, chains
         self._scale: Value = 1.0
         self._whiten: Tensor | None = None
+        mass = 1.0 if mass is None else mass
         if not isinstance(mass, (str, float, int, Tensor)):
             mass = torch.as_tensor(mass)  # of lists and arrays
         if isinstance(mass, str):

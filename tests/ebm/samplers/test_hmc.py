@@ -105,6 +105,8 @@ def test_what_a_mass_is():
         torch.testing.assert_close(other, samples[0])
     slow = HamiltonianMonteCarlo(Quadratic(), 0.15, 3).sample(x=start(5), n_steps=3, generator=seeded())
     torch.testing.assert_close(slow, samples[0])  # a mass of 4 is half the step
+    none = HamiltonianMonteCarlo(Quadratic(), 0.15, 3, mass=None).sample(x=start(5), n_steps=3, generator=seeded())
+    assert torch.equal(none, slow)
     mala = MetropolisAdjustedLangevin(Quadratic(), 0.5 * 0.3**2).sample(x=start(5), n_steps=3, generator=seeded())
     torch.testing.assert_close(mala, HamiltonianMonteCarlo(Quadratic(), 0.3, 1).sample(x=start(5), n_steps=3, generator=seeded()))
     image = HamiltonianMonteCarlo(Quadratic(), 0.3, 3, mass=torch.ones(2, 3)).sample(dim=(2, 3), n_samples=4, n_steps=2)
