@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvalchemi.distributed.moving import MovingBuffers
 from nvalchemi.errors import TrainingError
@@ -209,7 +210,7 @@ def gathered_call(
 
 
 class Repeated:
-    """A block that computes the same each time: autocast, random streams and moving buffers are those of its first call.
+    """A block that computes the same each time: autocast, kinds of attention, random streams and moving buffers are those of its first call.
 
     Parameters
     ----------
@@ -224,6 +225,7 @@ class Repeated:
     def __init__(self, block: Block, device: torch.device, module: nn.Module | None = None) -> None:
         self._block, self._device = block, device
         self._dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self._attention = _chosen_attention()
         self._streams: tuple[Tensor, Tensor | None] | None = None
         self._buffers = None if module is None else MovingBuffers(module)
 
@@ -239,7 +241,8 @@ class Repeated:
                 torch.set_rng_state(self._streams[0])
                 if self._streams[1] is not None:
                     self._accelerator().set_rng_state(self._streams[1])
-                with nullcontext() if self._buffers is None else self._buffers.again:
+                buffers = nullcontext() if self._buffers is None else self._buffers.again
+                with buffers, nullcontext() if self._attention is None else sdpa_kernel(self._attention):
                     return self._block(parameters, inputs)
 
     @property
@@ -248,6 +251,17 @@ class Repeated:
 
     def _accelerator(self) -> Any:
         return torch.get_device_module(self._device)
+
+
+def _chosen_attention() -> list[SDPBackend] | None:
+    """The kinds of attention that are allowed here, where a user has chosen: not each of them can be differentiated twice."""
+    allowed = [
+        (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled()),
+        (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled()),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled()),
+        (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled()),
+    ]
+    return None if all(yes for _, yes in allowed) else [kind for kind, yes in allowed if yes]
 
 
 class GatheredCall(Function):

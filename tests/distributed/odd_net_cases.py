@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvalchemi.distributed import failures, unsharded
 from nvalchemi.distributed.shard import Sharding, Shards
@@ -107,6 +108,19 @@ class NoInputs(nn.Linear):
         nn.init.ones_(self.bias)
 
 
+class Mixes(nn.Module):
+    """Chooses a kind of attention that can be differentiated twice, around the part that attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(1, 8), nn.Linear(8, 1)
+        self.part = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.out(self.part(self.into(x[..., None])).mean(1))
+
+
 class Wave(nn.Linear):
     """Gives complex numbers."""
 
@@ -142,7 +156,7 @@ class Numbers(nn.Module):
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive, Vacant, Waves, Numbers)
+    f.__name__: f for f in (hooked, replaced, called, spectral, old_norm, normalised, Attentive, Vacant, Waves, Numbers, Mixes)
 }
 
 
