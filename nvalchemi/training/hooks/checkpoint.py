@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvalchemi.data.address import where
@@ -81,7 +82,10 @@ class CheckpointHook(PeriodicHook):
                 found=f"keep_last={keep_last!r}, keep_best={keep_best!r}, mode={mode!r}",
                 needed="keep_last and keep_best of at least 1, or None; mode 'min' or 'max'",
             )
-        self.checkpoint_dir = where(dir)
+        place = where(dir)
+        self.checkpoint_dir = (
+            place.absolute() if isinstance(place, Path) else place
+        )  # the program may go to another folder meanwhile
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         given: Any = save_on_signal
         if not isinstance(given, signal.Signals | None):

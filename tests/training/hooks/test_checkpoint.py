@@ -1,5 +1,6 @@
 import errno
 import itertools
+import os
 
 import pytest
 import torch
@@ -321,6 +322,21 @@ def test_what_is_no_checkpoint_is_named_once_a_save(tmp_path, caplog):
 
     strategy(network(), [put, CheckpointHook(tmp_path / "run", Every(steps=1))], num_steps=3).run(batches())
     assert caplog.text.count("ignored: ") == 3
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_program_that_goes_to_another_folder_saves_where_it_began(tmp_path, monkeypatch, behind):
+    """As calculators do that run a program of their own."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    @on(TrainingStage.STEP_START)
+    def leave(ctx):
+        os.chdir(tmp_path / ("other" if ctx.progress.step % 2 else "."))
+
+    strategy(network(), [leave, CheckpointHook("runs", Every(steps=1), async_save=behind)]).run(batches())
+    assert names(tmp_path / "runs") == ["step-00000002", "step-00000003", "step-00000004"]
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_old_checkpoints_that_cannot_be_deleted_are_told(tmp_path, monkeypatch):
