@@ -14,7 +14,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the ranks of tests/distributed compute: ``pytest tests/distributed --device cuda`` takes NCCL and one process a GPU."""
+    """Where the ranks of tests/multiprocess compute: ``pytest tests/multiprocess --device cuda`` takes NCCL and one process a GPU."""
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where ranks compute: cpu (gloo) or cuda (NCCL)")
 
 
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Where ``PYTHONDONTWRITEBYTECODE`` is set and the environment was installed without byte code, each of them would compile torch and
     PhysicsNeMo again, 15 seconds a time. Their byte code then goes to a folder that is gone with this session.
     """
-    from tests.distributed.standing import Ranks
+    from tests.multiprocess.standing import Ranks
 
     Ranks.device = config.getoption("--device")
     torch = importlib.util.find_spec("torch")

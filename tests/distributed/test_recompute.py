@@ -13,9 +13,9 @@ from nvalchemi.data import Batch
 from nvalchemi.distributed.recompute import is_recomputed, keep, recompute
 from nvalchemi.errors import TrainingError
 from nvalchemi.models import InteratomicPotential, PaiNN
-from tests.distributed.gathered_cases import LOSSES, WIDTH, Energy, structures
-from tests.distributed.odd_net_cases import DIM, Waves
 from tests.memory import MostAlive
+from tests.multiprocess.gathered_cases import LOSSES, WIDTH, Energy, structures
+from tests.multiprocess.odd_net_cases import DIM, Waves
 
 
 def gradients(model):

@@ -25,7 +25,7 @@ from nvalchemi.distributed import SingleProcess
 from nvalchemi.distributed.tensors import full
 from nvalchemi.training import Every, OptimizerConfig, TrainingStrategy, ValidationConfig, checkpoint
 from nvalchemi.training.hooks import CheckpointHook, DDPHook, EMAHook, FSDP2Hook, GradientClipHook, MetricsHook, SpikeHook
-from tests.distributed import bucket  # noqa: F401 - the kind of address
+from tests.multiprocess import bucket  # noqa: F401 - the kind of address
 from tests.training.hooks.kill_script import import_everything
 
 KINDS = {"one": (1, None), "ddp": (2, DDPHook), "fsdp2": (2, FSDP2Hook), "in a store": (2, DDPHook)}

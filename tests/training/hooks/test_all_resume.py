@@ -49,9 +49,9 @@ CASES = {
         lambda folder: [CheckpointHook(folder / "checkpoints", Every(steps=2), keep_last=2, async_save=True)],
     ],
     CompileHook: [lambda folder: [CompileHook(backend="eager")]],
-    DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/distributed
+    DDPHook: [lambda folder: [DDPHook()]],  # in one process; of two ranks: tests/multiprocess
     FSDP2Hook: [lambda folder: [FSDP2Hook()]],
-    DeepSpeedHook: [lambda folder: [DeepSpeedHook(stage=2)]],  # in one process; of two ranks: tests/distributed
+    DeepSpeedHook: [lambda folder: [DeepSpeedHook(stage=2)]],  # in one process; of two ranks: tests/multiprocess
     EMAHook: [
         lambda folder: [EMAHook(0.9)],
         lambda folder: [EMAHook(0.99, bias_corrected=True), EMAHook(0.5, use_for_validation=False, name="fast")],

@@ -1,4 +1,4 @@
-"""The hook's settings and checks in one process; ranks are in tests/distributed."""
+"""The hook's settings and checks in one process; ranks are in tests/multiprocess."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A signal that asks for a checkpoint; ranks are in tests/distributed."""
+"""A signal that asks for a checkpoint; ranks are in tests/multiprocess."""
 
 import os
 import signal
