@@ -47,6 +47,8 @@ class RecordFiles:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record to both files; it is out of this process when this returns."""
+        if os.fstat(self._lines.fileno()).st_nlink == 0:
+            self._begin_again()
         self._lines.write(json.dumps(record, allow_nan=False) + "\n")
         self._lines.flush()
         self.records += 1
@@ -84,6 +86,16 @@ class RecordFiles:
             file.truncate(end)
         if self.records < keep:
             logger.warning("%s holds %d records, the checkpoint knows of %d: the others are lost", self.path, self.records, keep)
+
+    def _begin_again(self) -> None:
+        """Somebody has removed the file, or its folder: what it held is gone, what comes is not."""
+        logger.warning(
+            "%s was removed while the run wrote to it: its %d records are lost, and a new one begins", self.path, self.records
+        )
+        self._lines.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = self.path.open("a", encoding="utf-8")
+        self._remake_table()
 
     def _remake_table(self) -> None:
         if self._csv is not None:

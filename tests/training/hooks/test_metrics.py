@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -240,3 +241,18 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         strategy(network(), [MetricsHook(tmp_path / "file" / "runs")]).run(batches())
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_told_and_begun_anew(tmp_path, caplog):
+    """Records that come later are not lost too."""
+    folder = tmp_path / "run"
+
+    @on(TrainingStage.STEP_START)
+    def remove(ctx):
+        if ctx.progress.step == 3:
+            shutil.rmtree(folder)
+
+    strategy(network(), [remove, MetricsHook(folder, Every(steps=1))], num_steps=5).run(batches())
+    assert [r["step"] for r in records(folder)] == [4, 5]
+    assert [row["step"] for row in table(folder)] == ["4", "5"]
+    assert "was removed while the run wrote to it: its 3 records are lost" in caplog.text
