@@ -87,6 +87,12 @@ def test_they_meet_without_a_port_of_ours():
     launch([sys.executable, "-c", MEETING], 2)
 
 
+def heeding_signals():
+    """Tests that run under nohup, or in the background of a script, ignore signals, and their children would too."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 PROGRAM = """
 import sys
 from nvalchemi.distributed.launch import launch
@@ -107,7 +113,9 @@ def test_signals_end_all(tmp_path, how, signals, status, said):
     """Ctrl-C is passed on, once, and a program whose children end in good order goes on; what kills the program kills them."""
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, *words(tmp_path, how)]
-    program = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    program = subprocess.Popen(
+        command, env=settings, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heeding_signals
+    )
     try:
         pids = children(tmp_path)
         for number in signals:
