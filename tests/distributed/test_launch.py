@@ -123,5 +123,6 @@ def test_signals_end_all(tmp_path, how, signals, status, said):
         output, _ = program.communicate(timeout=60)
     finally:
         program.kill()
+        program.communicate()
     assert (program.returncode, output) == (status, said)
     assert all(map(gone, pids))

@@ -47,8 +47,12 @@ def test_launchers_may_send_a_signal_twice(number, tmp_path):
 
 def test_a_second_ctrl_c_after_a_while_acts_at_once(monkeypatch):
     monkeypatch.setattr(signals, "AGAIN", 0.0)
-    with pytest.raises(KeyboardInterrupt):
-        strategy(network(), [StopOnSignalHook(), Send(signal.SIGINT, times=2)], num_steps=50).run(batches())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup there is none
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            strategy(network(), [StopOnSignalHook(), Send(signal.SIGINT, times=2)], num_steps=50).run(batches())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_b70_a_validation_is_cut_short_and_made_up_for(tmp_path):
