@@ -33,14 +33,17 @@ MIXED = "mixed torch.Tensor and DTensor"
 """What torch says of a shard that is used as if it were whole."""
 
 
+def may_be_sharded() -> bool:
+    """Whether this process has sharded anything yet: this is asked in every call of an energy, where a walk through a network is not for free."""
+    # Where nobody imported it nothing is sharded; the import itself takes half a second. Nor is anything where no class was made for it. Older
+    # torch cannot compile that question.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and (torch.compiler.is_compiling() or bool(fsdp.FSDPModule.__subclasses__()))
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether some part of ``module`` went through ``fully_shard``."""
-    # Where nobody imported it nothing is sharded; the import itself takes half a second. Nor is anything where no class was made for it: this is
-    # asked in every call of an energy, and a walk through the parts of a network is not for free. Older torch cannot compile that question.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not (torch.compiler.is_compiling() or fsdp.FSDPModule.__subclasses__()):
-        return False
-    return any(isinstance(m, fsdp.FSDPModule) for m in module.modules())
+    return may_be_sharded() and any(isinstance(m, sys.modules["torch.distributed.fsdp"].FSDPModule) for m in module.modules())
 
 
 def is_sharded_in_blocks(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
-from nvalchemi.distributed.blocks import follow_gradients, following, is_unit
+from nvalchemi.distributed.blocks import follow_gradients, following, is_unit, may_be_sharded
 from nvalchemi.distributed.state import check_division
 from nvalchemi.errors import ConfigError
 from nvalchemi.models.derivatives import energy_and_derivatives
@@ -60,6 +60,8 @@ class EnergyModel(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; where the network is sharded, so that gradients can be taken of what it gives, to any order."""
+        if not may_be_sharded():
+            return super().__call__(*args, **kwargs)
         net = self._modules.get(self.distributed_part)  # a known function has none
         if is_unit(self):  # its user has sharded the energy itself
             return self(*args, **kwargs) if follow_gradients(self) else super().__call__(*args, **kwargs)
@@ -123,7 +125,7 @@ class EnergyModel(nn.Module):
                 seen = at.float() if self.force_fp32_gradient else at
                 told = all_plain(conditions) if conditions else conditions
                 energy = self(x.replace(positions=seen) if atoms else seen, **told)
-                check_energy(energy, len(x))
+                check_energy(energy, len(x) if atoms else x.shape[0])  # the len of a tensor costs more than this check
                 gradient = input_gradient(energy, at, create_graph=create_graph, anchored=anchored)
         return energy if create_graph else energy.detach(), gradient
 
