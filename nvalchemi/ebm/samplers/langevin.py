@@ -87,9 +87,13 @@ class LangevinDynamics(EnergySampler):
         moving = changes(self.step_size, self.noise_scale, self.temperature)
         h, scale, rate = self._factors(chains, 0)
         noise = torch.empty_like(x)
+        cooled = not (changes(self.step_size, self.temperature) or isinstance(rate, Tensor))  # only the noise's scale moves
         for step in range(run.n_steps):
             if moving and step:
-                h, scale, rate = self._factors(chains, step)
+                if cooled:
+                    scale = spread(value("noise_scale", self.noise_scale, step, chains), chains)
+                else:
+                    h, scale, rate = self._factors(chains, step)
             if self._by_hand:
                 add_(x, -h, self._slope(chains, x))
                 add_(x, scale, run.refill_(noise), rate)
