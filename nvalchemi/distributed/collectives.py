@@ -6,7 +6,6 @@ that has no reason to come. Tensors stay on their device.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nvalchemi.distributed.forks import hold
 from nvalchemi.distributed.ranks import Manager
 from nvalchemi.errors import ConfigError
-
-# Gloo's threads let go of a tensor when its collective is over for everybody else. Where theirs is the last hold, they need the interpreter for
-# it, and a process that is forked meanwhile, such as a loader's worker, waits for ever (in Python 3.11). So small ones are held a little longer.
-_held: deque[Tensor] = deque(maxlen=8)
-_SMALL = 4096  # bytes
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -71,8 +66,7 @@ class Reduction:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            if not self._tensor.is_cuda and self._tensor.nbytes <= _SMALL:
-                _held.append(self._tensor)
+            hold(self._tensor)
         return self._tensor
 
 

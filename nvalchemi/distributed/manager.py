@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from nvalchemi.distributed.forks import rest_before_forks
 from nvalchemi.distributed.meeting import fresh_store
 from nvalchemi.distributed.ranks import Manager, single_process
 from nvalchemi.errors import ConfigError
@@ -321,7 +320,7 @@ def _join(place: _Place, device: torch.device, timeout: timedelta | None) -> Non
     """Make the process group that a place asks for, unless there is one already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _rest_before_forks()
+    rest_before_forks()
     if dist.is_initialized():
         return
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -339,30 +338,6 @@ def _join(place: _Place, device: torch.device, timeout: timedelta | None) -> Non
         dist.init_process_group(init_method="env://", **options)
     else:
         dist.init_process_group(init_method=place.address, rank=place.rank, world_size=place.world_size, **options)
-
-
-_REST = 0.02  # seconds in which gloo's threads come to an end with what is over for everybody else
-_forked_at = -1.0
-_rests = False
-
-
-def _rest_before_forks() -> None:
-    """Have this process wait a moment before it forks, as it does for a loader's workers.
-
-    Gloo's threads let go of tensors when a collective is over, for which they need the interpreter. In Python 3.11 a process that is forked
-    in that moment waits for ever: the interpreter's list of threads is locked in it, by a thread that it does not have.
-    """
-    global _rests
-    if not _rests and sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_before_fork)
-        _rests = True
-
-
-def _before_fork() -> None:
-    global _forked_at
-    if dist.is_initialized() and time.monotonic() > _forked_at + 1.0:  # once for all workers of a loader
-        time.sleep(_REST)
-        _forked_at = time.monotonic()
 
 
 def _remember(place: _Place, gpus: int, *, distributed: bool) -> None:

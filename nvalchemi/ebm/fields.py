@@ -14,6 +14,11 @@ from nvalchemi.models.energy import EnergyModel
 ENERGY_TYPES = ("dot", "l2", "mean")
 
 
+def values_of(given: Any) -> Any:
+    """What a model gives, of a tuple of that and activations too."""
+    return given[0] if isinstance(given, tuple) else given
+
+
 def output_of(given: Any, x: Tensor) -> Tensor:
     """The field's values at ``x``, of what a field gives: these, or a tuple of these and activations.
 
@@ -22,7 +27,7 @@ def output_of(given: Any, x: Tensor) -> Tensor:
     ConfigError
         For a field of another shape than the points: nothing is broadcast.
     """
-    output: Any = given[0] if isinstance(given, tuple) else given
+    output = values_of(given)
     if not isinstance(output, Tensor) or output.shape != x.shape:
         raise ConfigError(
             "a field and its points differ in shape",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
+from nvalchemi.ebm.fields import values_of
 from nvalchemi.errors import ConfigError, DataError
 from nvalchemi.models.energy import EnergyModel
 
@@ -117,7 +118,7 @@ class ClassifierFreeGuidance(nn.Module):
         """
         times = () if t is None else (t,)
         if y is None:
-            return _first(self.model(x, *times, **conditions))
+            return values_of(self.model(x, *times, **conditions))
         if len(y) != len(x):
             raise DataError(
                 "the condition 'y' does not fit the samples", found=tuple(y.shape), needed=f"a tensor ({len(x)}, ...)"
@@ -125,13 +126,13 @@ class ClassifierFreeGuidance(nn.Module):
         w = self.guidance_scale
         null = left_out(y, torch.ones(len(y), dtype=torch.bool, device=y.device), self.null_condition)
         if w == 0.0:
-            return _first(self.model(x, *times, y=null, **conditions))
+            return values_of(self.model(x, *times, y=null, **conditions))
         if isinstance(x, Batch):
-            given, free = (_first(self.model(x, y=told, **conditions)) for told in (y, null))
+            given, free = (values_of(self.model(x, y=told, **conditions)) for told in (y, null))
         else:
             twice = {name: _doubled(value, len(x)) for name, value in conditions.items()}
             both = self.model(torch.cat([x, x]), *(torch.cat([t, t]) for t in times), y=torch.cat([y, null]), **twice)
-            given, free = _first(both).chunk(2)
+            given, free = values_of(both).chunk(2)
         guided = torch.lerp(free, given, w)
         if self.guide_channels is None:
             return guided
@@ -144,11 +145,6 @@ class ClassifierFreeGuidance(nn.Module):
 
 class GuidedEnergy(ClassifierFreeGuidance, EnergyModel):
     """`ClassifierFreeGuidance` of an energy."""
-
-
-def _first(output: Any) -> Tensor:
-    """The output of a model that may give activations beside it."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _doubled(value: Any, count: int) -> Any:

@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,11 +127,14 @@ def put_aside(path: Path) -> None:
     """Rename an older file that holds something, so that nothing of it is lost."""
     if not path.exists() or path.stat().st_size == 0:
         return
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
-        number += 1
+    aside = unused(lambda number: path.with_name(f"{path.stem}.old-{number}{path.suffix}"))
     path.rename(aside)
     logger.warning("%s was there already; it is now %s", path, aside.name)
+
+
+def unused(named: Callable[[int], Path]) -> Path:
+    """The first path, of those with the numbers 1, 2, ..., where nothing is."""
+    return next(path for path in map(named, count(1)) if not path.exists())
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

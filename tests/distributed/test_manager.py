@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from nvalchemi.distributed import manager, single_process
+from nvalchemi.distributed import single_process
 from nvalchemi.distributed.manager import METHOD_VARIABLE, _find_place, _gpus
 from nvalchemi.errors import ConfigError
 
@@ -94,26 +94,6 @@ def test_backends(monkeypatch):
         _gpus("nccl")
     with pytest.raises(ConfigError, match="auto, gloo, nccl"):
         _gpus("mpi")
-
-
-def test_a_moment_passes_before_a_loader_forks_its_workers(monkeypatch):
-    """Beside gloo, whose threads may hold a lock of the interpreter that a forked process would wait for."""
-    naps = []
-    monkeypatch.setattr(manager.time, "sleep", naps.append)
-    monkeypatch.setattr(manager, "_forked_at", -1.0)
-    manager._before_fork()
-    assert naps == []  # there is no group
-    monkeypatch.setattr(manager.dist, "is_initialized", lambda: True)
-    for _ in range(3):
-        manager._before_fork()
-    assert naps == [manager._REST]
-    registered = []
-    monkeypatch.setattr(manager, "_rests", False)
-    monkeypatch.setattr(manager.os, "register_at_fork", lambda before: registered.append(before))
-    for version in ((3, 12, 0), (3, 11, 9), (3, 11, 9)):
-        monkeypatch.setattr(manager.sys, "version_info", version)
-        manager._rest_before_forks()
-    assert registered == [manager._before_fork]
 
 
 def test_single_process_stands_in():

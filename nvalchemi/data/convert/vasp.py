@@ -25,9 +25,8 @@ class _VaspSource(FrameSource):
     def frames(self, select: Selection) -> Iterator[tuple[int, Frame]]:
         from ase.io import iread
 
-        whole = 0
+        whole, cause = 0, None
         try:
-            # "vasp-out" asks for every image at once; the whole file is in memory in either format
             for index, atoms in enumerate(iread(self.path, index=":", format=self.ase_format)):
                 if atoms.calc is None:
                     break  # what ASE makes of a run that was killed before its first step was over
@@ -36,16 +35,17 @@ class _VaspSource(FrameSource):
                     yield index, frame_from_atoms(atoms)
                 if select.is_past(whole):
                     return
-        except Exception:  # whatever a file that is cut makes ASE raise
-            if self._is_complete():
-                raise
+        except Exception as error:  # noqa: BLE001 - whatever a file that is cut makes ASE raise; raised below
+            cause = error
         if not self._is_complete():
             raise DataError(
                 f"{self.name} ends in the middle of the run",
                 found=f"{whole} whole ionic steps",
                 needed="a run that came to its end",
                 fix=f"--select 0:{whole} takes the steps that are whole" if whole else None,
-            )
+            ) from cause
+        if cause is not None:
+            raise cause
 
     def _is_complete(self) -> bool:
         if self.path.suffix == ".gz":

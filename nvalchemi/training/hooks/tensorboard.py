@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvalchemi.errors import ConfigError
 from nvalchemi.training.hook import Every
+from nvalchemi.training.records import unused
 from nvalchemi.training.reports import ReportingHook
 
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ def put_events_aside(directory: Path) -> None:
     events = sorted(directory.glob("events.out.tfevents.*"))
     if not events:
         return
-    number = 1
-    while (aside := directory / f"old-{number}").exists():
-        number += 1
+    aside = unused(lambda number: directory / f"old-{number}")
     aside.mkdir()
     for path in events:
         path.rename(aside / path.name)
