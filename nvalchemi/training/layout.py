@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -196,15 +196,21 @@ def best(directory: Directory, metric: str, mode: str = "min") -> SavedCheckpoin
 
 
 def prune(
-    directory: Directory, keep_last: int | None, keep_best: int | None = None, metric: str = "loss", mode: str = "min"
+    directory: Directory,
+    keep_last: int | None,
+    keep_best: int | None = None,
+    metric: str = "loss",
+    mode: str = "min",
+    saved: Sequence[SavedCheckpoint] | None = None,
 ) -> None:
     """Delete all but the last ``keep_last`` and the best ``keep_best`` checkpoints; the latest whole one always stays.
 
-    ``keep_last=None`` keeps all.
+    ``keep_last=None`` keeps all; ``saved`` is what `list_checkpoints` gave, where the caller has it.
     """
     if keep_last is None:
         return
-    saved = list_checkpoints(directory, quiet=True)  # the save before has named the others
+    if saved is None:
+        saved = list_checkpoints(directory, quiet=True)  # the save before has named the others
     kept = {c.path for c in saved[-max(keep_last, 1) :]}
     newest = next((c for c in reversed(saved) if c.store.seems_whole(c.manifest["files"])), None)
     if newest is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,10 +136,8 @@ class CheckpointHook(PeriodicHook):
             first_rank(self._prune, ctx.manager)
         self._saved, self._scored = place(ctx.progress.state_dict()), ctx.validation
 
-    def _check_alone(self) -> None:
+    def _check_alone(self, saved: Sequence[layout.SavedCheckpoint]) -> None:
         """Of two runs in one folder, each would delete the other's checkpoints, and a resume would take up whichever saved last."""
-        assert self.checkpoint_dir is not None
-        saved = layout.list_checkpoints(self.checkpoint_dir, quiet=True)
         others = [c.path.name for c in saved if c.manifest.get("sitting") not in self._sittings]
         if others:
             raise CheckpointError(
@@ -150,9 +148,10 @@ class CheckpointHook(PeriodicHook):
 
     def _prune(self) -> None:
         assert self.checkpoint_dir is not None
-        self._check_alone()
+        saved = layout.list_checkpoints(self.checkpoint_dir, quiet=True)  # the save before has named those that cannot be read
+        self._check_alone(saved)
         try:
-            layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode)
+            layout.prune(self.checkpoint_dir, self.keep_last, self.keep_best, self.metric, self.mode, saved)
         except OSError as error:
             raise CheckpointError(
                 f"older checkpoints in {self.checkpoint_dir} could not be deleted",

@@ -80,7 +80,7 @@ class EMAHook(Hook):
         self._weights: list[Tensor] = []
         self._averages: dict[float, _Average] = {}
         self._empty: dict[str, set[str]] = {}
-        self._low: bool = False
+        self._low, self._all_move = False, True
 
     @on(TrainingStage.SETUP)
     def look(self, ctx: TrainContext) -> None:
@@ -102,6 +102,7 @@ class EMAHook(Hook):
         self._models = {name: ctx.models[name] for name in names}
         self._weights = [parameter for model in self._models.values() for parameter in model.parameters()]
         self._averages = {decay: _Average(self._models) for decay in self.decays}
+        self._all_move = _all_move(self._weights)
         self._low = any(w.dtype != _wide(w.dtype) for w in self._weights)
 
     @on(TrainingStage.TRAINING_START)
@@ -133,7 +134,7 @@ class EMAHook(Hook):
         if self._low:
             weights = [w.to(_wide(w.dtype)) for w in weights]
         for decay, average in self._averages.items():
-            _move(average.shadow, weights, 1.0 - self._effective(decay))
+            _move(average.shadow, weights, 1.0 - self._effective(decay), self._all_move)
 
     @around(TrainingSpan.VALIDATION)
     def swap(self, ctx: TrainContext) -> Iterator[None]:
@@ -320,18 +321,24 @@ def update_ema(ema_model: nn.Module, model: nn.Module, decay: float) -> None:
                 fix="shard the average as the model is, in the same parts; and call it outside unsharded(...)",
             )
     if averages:  # parts of a rank are averaged there: no collective
-        _move([local(a) for a in averages.values()], [local(weights[key]) for key in averages], 1.0 - decay)
+        parts = [local(a) for a in averages.values()]
+        _move(parts, [local(weights[key]) for key in averages], 1.0 - decay, _all_move(parts))
     for key, buffer in kept.items():
         buffer.copy_(buffers[key])
 
 
-def _move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
+def _all_move(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is a way between two values of each of them, as there is none between whole numbers."""
+    return all(t.is_floating_point() or t.is_complex() for t in tensors)
+
+
+def _move(averages: list[Tensor], weights: list[Tensor], share: float, all_move: bool) -> None:
     """Move averages towards weights; whole numbers are copied."""
-    if all(a.is_floating_point() or a.is_complex() for a in averages):
+    if all_move:
         torch._foreach_lerp_(averages, weights, share)
         return
     for average, weight in zip(averages, weights, strict=True):
-        if average.is_floating_point() or average.is_complex():
+        if _all_move([average]):
             average.lerp_(weight, share)
         else:
             average.copy_(weight)
