@@ -223,7 +223,7 @@ def prune(
             store.remove(checkpoint.path.name)
 
 
-def _ranked(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
+def _ranked(saved: Sequence[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
     # Several states may be saved after one validation: the first of them is the one that earned it.
     scored = []
     metrics: Any = None
